@@ -1,17 +1,16 @@
-"""Bounds on the speed of a setting, for the timed workload.
+"""Lower bounds on the seconds of a step, for the timed workload.
 
-Two bounds for every strategy, from the workload, the topology and the link alone, each in seconds per step that begins
-and ends with nothing under way:
+Every strategy has two bounds, from workload, topology and link alone. A step begins and ends with nothing in flight.
 
-* physical: a device must do its share of the computing, and a node's link must carry what the strategy cannot avoid
-  sending. ``max(compute seconds per device, least bytes into or out of a node / rate)``; W is the bytes of all weights,
-  D the nodes, P the devices. What is wasted (gloo's reduce-scatter is an all-reduce) does not count.
-* dependencies: besides, nothing can begin before what it needs exists. For schedules of this project
-  ``simulate.critical`` follows the schedule's own order; for the rivals the few waits that none of their orders avoids
-  are counted, which the docstrings name.
+* Physical: a device must do its share of the computing, and a node's link must carry the bytes that the strategy cannot
+  avoid. ``max(compute seconds per device, least bytes into or out of a node / rate)``; W is the bytes of all weights, D
+  the number of nodes, P the number of devices. Wasted bytes do not count (gloo's reduce-scatter is an all-reduce).
+* Dependencies: in addition, nothing can begin before its inputs exist. For schedules of this project,
+  `tawpipe_lab.critical` follows the schedule's own order. For rivals, only the waits count that no order avoids;
+  docstrings name them.
 
-Documents of uneven lengths count with the mean over all devices, whatever dealing a strategy has. The latency of a link
-counts in the second one, once wherever something waits for a message.
+For documents of uneven lengths, the physical bound takes the mean over all devices, whatever the assignment of a
+strategy is. The latency of a link counts in the second bound, once wherever an action waits for a message.
 """
 
 from __future__ import annotations
@@ -47,10 +46,11 @@ class Bounds:
     """Bounds of one strategy in one setting.
 
     Args:
-        compute_s: of the device that computes most; the mean of all where documents of uneven lengths are dealt.
-        link_s: of the node's link that is busy longest.
-        dependency_s: by dependencies; at least the physical bound.
-        sent_bytes, received_bytes: least bytes of every node's link.
+        compute_s: seconds of the device that computes most; the mean of all devices if documents have uneven lengths or
+            devices unequal speeds.
+        link_s: seconds of the node's link that is busy longest.
+        dependency_s: bound by dependencies in seconds; at least the physical bound.
+        sent_bytes, received_bytes: least bytes of every node's link, per step.
     """
 
     compute_s: float
@@ -61,11 +61,15 @@ class Bounds:
 
     @property
     def physical_s(self) -> float:
+        """Physical bound in seconds: the longer of computing and sending."""
         return max(self.compute_s, self.link_s)
 
 
 def workload_model(workload: TimedWorkload) -> ModelSpec:
-    """The workload as builders see it: layers, an embedding and a head with weights or without."""
+    """Return the model of a timed workload for schedule builders: embedding, layers and head.
+
+    Embedding and head have no unit if their size is 0.
+    """
     last, units = workload.layers + 1, list[UnitSpec]()
 
     def unit(size_bytes: int, *blocks: int, trainable: bool = True) -> tuple[int, ...]:
@@ -87,7 +91,13 @@ def workload_model(workload: TimedWorkload) -> ModelSpec:
 
 
 def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkModel, **settings: Any) -> CostModel:
-    """The workload as the clock sees it; ``settings`` are other fields of ``CostModel``. Elements are fp32."""
+    """Return the cost model of a timed workload for simulations; elements are fp32.
+
+    Args:
+        between: link between nodes.
+        inside: link inside a node.
+        settings: further fields of ``CostModel``.
+    """
     linear = 0.0
     if isinstance(workload, DealtWorkload):
         settings, linear = {"sizes": dict(enumerate(workload.sizes)), **settings}, workload.linear
@@ -95,7 +105,7 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
     blocks = (
         BlockCost.timed(embedding.forward_s, embedding.backward_s, embedding.backward_weight_s),
         *(BlockCost.timed(part.forward_s, part.backward_s, part.backward_weight_s, linear=linear) for part in layers),
-        BlockCost.timed(0.0, head.seconds, head.backward_weight_s),  # our head does all at once, in the backward pass
+        BlockCost.timed(0.0, head.seconds, head.backward_weight_s),  # our head computes all passes in BACKWARD
     )
     host = LinkModel(workload.activation_bytes / workload.host_s if workload.host_s else math.inf)
     homes = LinkModel(workload.homes_bytes_per_s or math.inf, shared=False)
@@ -105,7 +115,7 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
 
 
 def activation_sizes(workload: TimedWorkload) -> dict[Kind, int]:
-    """Bytes of one activation of every kind, on the mean of all layers."""
+    """Return the bytes of one activation by its kind; sizes that depend on the layer are means of all layers."""
     sizes, layers = dict.fromkeys((Kind.RELOADED, *TRAVELLING), workload.activation_bytes), workload.layer_parts
     sizes[Kind.GRAPH] = round(fmean(part.graph_bytes for part in layers))
     return {**sizes, Kind.LINEAR: round(fmean(part.linear_bytes for part in layers))}
@@ -119,15 +129,18 @@ def schedule_bounds(
     dealt: DealtWorkload | None = None,
     steady: bool = False,
 ) -> Bounds:
-    """Bounds of a schedule of this project: its own bytes (``link_elements``), its own order (``dependency_bound``).
+    """Return lower bounds of the seconds of a step for a schedule of this project, from its own bytes and order.
 
-    Reductions count as rings, which send least, whatever the cost model says.
+    Bytes follow from ``link_elements``, the order from ``dependency_bound``. Reductions count as rings, which send the
+    least bytes, whatever the cost model says. If devices have unequal speeds, their computing counts as shared ideally.
 
     Args:
-        physical: the nodes that the ranks really are on, where the schedule was built for others.
-        dealt: the documents of which a schedule is one dealing: devices could share them otherwise, so that the mean of
-            their seconds counts, as it does of devices of several speeds, as fast as they are together.
-        steady: of a step among others, see ``dependency_bound``.
+        schedule: schedule of one step.
+        costs: cost model of the workload.
+        physical: nodes on which the ranks really run, if the schedule was built for other nodes.
+        dealt: documents of the schedule, if it assigns some. The computing seconds are then the mean of all devices
+            instead of the longest, because another assignment could be more even.
+        steady: bound one step in a series of steps, see ``dependency_bound``.
     """
     topology = physical or schedule.topology
     widths = Widths(costs.weight_bytes, costs.gradient_bytes, 4, 0, change=costs.change_bytes)
@@ -148,10 +161,13 @@ def schedule_bounds(
 def schedule_bytes(
     schedule: Schedule, topology: Topology, widths: Widths, boundary: Callable[[int], float] = lambda _: 0.0
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Bytes that a step of a schedule sends and receives over the link of every node of ``topology``.
+    """Return two tuples by node: the bytes that its link sends, and that it receives, in a step of a schedule.
 
     Args:
-        boundary: of a micro-batch the bytes of an activation between two layers.
+        schedule: schedule of one step.
+        topology: nodes of the ranks.
+        widths: bytes of one element of weights, gradients and changes.
+        boundary: function of a micro-batch that returns the bytes of its activation between two layers.
     """
     far = far_widths(schedule.step.settings, widths, step=schedule.step)
     passed = borders_passed(schedule, lambda m: round(boundary(m)), physical=topology)
@@ -161,6 +177,7 @@ def schedule_bytes(
 
 
 def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
+    """Return the seconds for which ``rank`` computes in one step of ``schedule``."""
     total = 0.0
     for action in schedule.programs[rank]:
         set_costs = costs.in_sets(schedule.step.ranks_of(action.micro_batch))
@@ -181,28 +198,29 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
 def shipped_bounds(
     name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any] | None = None
 ) -> Bounds:
-    """Bounds of a rival as shipped by torch or DeepSpeed, with the knobs of its contender.
+    """Return lower bounds of the seconds of a step for a rival as torch or DeepSpeed ship it, with given knobs.
 
-    Sharding (``fsdp2`` and its settings; R rounds of ``micro_batches_per_gather``): they gather and reduce over all
-    ranks in a ring, which passes (P-1)/P of the weights over every node's link each way. The last layer is kept from
-    its forward to its backward pass, the first one (FSDP2) from one round to the next, and all layers
-    over the whole step with ``keep_weights``.
+    Sharding (``fsdp2`` and its settings; R rounds of ``micro_batches_per_gather``): weights are gathered and gradients
+    reduced over all ranks in a ring, which passes (P-1)/P of the weights over every node's link in each direction. The
+    last layer is kept from its forward to its backward pass, the first layer (FSDP2) from one round to the next, and
+    all layers over the whole step with ``keep_weights``.
 
-    * ``fsdp2``: (P-1)/P (W forward + W (1 - 1/L) backward + W gradients) per round; W / L less from
-      the second on.
+    * ``fsdp2``: (P-1)/P (W forward + W (1 - 1/L) backward + W gradients) per round; W / L less from the second round
+      on.
     * ``fsdp2-node`` (integer ``reshard_after_forward``): no weights between nodes in the backward pass.
-    * ``fsdp2-hierarchical``: (1 - 1/D) instead of (P-1)/P, because a node takes every byte in once.
-    * ``fsdp2-cp``: as ``fsdp2`` in rounds of documents that all devices compute; besides, keys and values go round all
-      of them, (P-1)/P of their bytes over every node's link, in forward and backward pass, and their gradients.
-    * ``hsdp``: every node is home to all weights, and none of them cross. Gradients are all-reduced over the nodes once
-      per step, 2 (1 - 1/D) W.
-    * ``zero3``: as ``fsdp2``, but it keeps as many last layers as it gathers ahead (``prefetch``).
-    * ``zero-hpz``: weights between nodes in the first round's forward pass only.
+    * ``fsdp2-hierarchical``: (1 - 1/D) instead of (P-1)/P, because every byte enters a node once.
+    * ``fsdp2-cp``: like ``fsdp2`` in rounds of documents that all devices compute. In addition, keys and values go
+      round all devices in the forward and in the backward pass, and their gradients once: (P-1)/P of their bytes over
+      every node's link each time.
+    * ``hsdp``: every node holds all weights, and none of them cross. Gradients are all-reduced over the nodes once per
+      step, 2 (1 - 1/D) W.
+    * ``zero3``: like ``fsdp2``, but it keeps as many last layers as it prefetches (``prefetch``).
+    * ``zero-hpz``: weights between nodes only in the forward pass of the first round.
 
     Pipelines: see ``_pipeline_bounds``.
 
     Raises:
-        UserError: no such rival.
+        UserError: there is no such rival.
     """
     knobs = dict(knobs or {})
     if name in PIPELINES:
@@ -226,7 +244,7 @@ def shipped_bounds(
 
 
 def _trained(workload: TimedWorkload) -> float:
-    """Share of all weights that is trained."""
+    """Return the share of all weights that is trained."""
     trained, frozen = (sum(sizes) for sizes in zip(*((p.elements, p.frozen) for p in workload.parts), strict=True))
     return trained / (trained + frozen)
 
@@ -234,12 +252,27 @@ def _trained(workload: TimedWorkload) -> float:
 def sharded_bounds(
     workload: TimedWorkload, topology: Topology, between: LinkModel, kind: ShardedTraffic, besides: float = 0.0
 ) -> Bounds:
-    """Bounds of data parallelism with sharded weights.
+    """Return lower bounds of the seconds of a step for data parallelism with sharded weights.
 
-    By dependencies, whatever is overlapped: before all computing come the weights of the first part that takes time,
-    and of those before it; or, before all of it but the other parts' forward passes of the first round, all weights.
-    Likewise backward: after all computing the gradients of the part that is done last leave; after all of it but the
-    other parts' backward passes of the last round, all gradients of that round, because none exists before.
+    Waits at the begin, however well transfers overlap with computing; the longer one counts:
+
+    * No part can compute before the weights of the first part that takes time have arrived, and the weights of all
+      parts before it.
+    * The last part cannot compute before all weights have arrived. Until then only the forward passes of the other
+      parts in the first round can run.
+
+    Waits at the end; the longer one counts:
+
+    * The gradients of the first part leave after all computing, because its backward pass is the last one.
+    * No gradient of the last round exists before the backward pass of the last part. So only the backward passes of the
+      other parts in that round can overlap with sending them.
+
+    Args:
+        workload: the workload.
+        topology: ranks and nodes.
+        between: link between nodes.
+        kind: shares of the weights that cross a node's link.
+        besides: further bytes that cross every node's link.
     """
     parts = workload.parts
     weight = 4 * sum(part.elements + part.frozen for part in parts)
@@ -265,18 +298,19 @@ def sharded_bounds(
 def _pipeline_bounds(
     name: str, workload: TimedWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any]
 ) -> Bounds:
-    """Bounds of pipelines over all P ranks in rank order, M micro-batches, v stages on every rank.
+    """Return lower bounds of the seconds of a step for a pipeline over all P ranks in rank order.
 
-    Physical: the rank with the longest stages computes them M times. Where stage s and s + 1 are on different nodes, M
-    activations cross forward and M gradients of the same size backward. 1F1B passes every border between neighbouring
-    nodes once; interleaving passes it v times and goes from the last rank to the first v - 1 times; ZBV goes down and
-    back up.
+    There are M micro-batches, and v stages per rank.
 
-    By dependencies: a rank's first pass comes after the stages before it forward (and an activation over every border
-    between), and where weight gradients are not split off, these stages backward come after its last one: with equal
-    stages the bubble (P-1)/v of a micro-batch's time. ZBV fills the end with weight gradients, so only the forward
-    stages count there.
-    """
+    Physical: the rank with the longest stages computes them M times. Where stages s and s + 1 are on different nodes, M
+    activations cross forward and M gradients of equal size cross backward. 1F1B passes every border between
+    neighbouring nodes once. Interleaving passes it v times, and goes from the last rank to the first v - 1 times. ZBV
+    goes down and back up.
+
+    Dependencies: a rank's first pass follows the forward passes of all stages before its own, and an activation over
+    every border between. Where weight gradients are not split off, the backward passes of these stages follow the
+    rank's last pass. With equal stages this is the bubble: (P-1)/v of a micro-batch's time. ZBV fills the end with
+    weight gradients, so only the forward passes count there."""
     each = stages_per_rank(name)
     cut = workload.split(int(knobs.get("parts_per_layer", 1)))
     layout = stages_of(name, cut, topology.world_size, each, knobs.get("balance", "layers"))

@@ -1,4 +1,4 @@
-"""``tawpipe lab``: the words that follow it on the command line."""
+"""Command line of ``tawpipe lab``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tawpipe_lab.cluster.rates import format_rate, parse_rates
 LINE = "make a cluster with unequal links out of one machine, and measure in it"
 RESULTS = "results.json"
 MESSAGES = (100_000, 1_000_000)
-"""Bytes of messages with which the links of a new cluster are measured."""
+"""Sizes in bytes of the messages with which the links of a new cluster are measured."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs ``tawpipe lab`` with the words ``argv`` and returns the exit code."""
+    """Run the subcommand of ``tawpipe lab`` that ``argv`` names, and return the exit code."""
     words, command = _split(argv)
     parser = _parser()
     arguments = parser.parse_args(words)
@@ -34,13 +34,21 @@ def run(argv: Sequence[str]) -> int:
 
 
 def pages(folder: Path) -> Iterator[Page]:
-    """The page of a folder with results of ``tawpipe lab compare``, for ``tawpipe open``."""
+    """Yield the page of a folder with results of ``tawpipe lab compare``, for ``tawpipe open``.
+
+    Yields nothing if the folder has no results.
+    """
     if (folder / RESULTS).is_file():
         line = "Strategies side by side: seconds, bytes and memory of every cell."
         yield Page("compare.html", "Comparison", line, partial(_comparison, folder))
 
 
 def _comparison(folder: Path) -> str:
+    """Return the HTML page of the results in ``folder``.
+
+    Raises:
+        UserError: the results cannot be read.
+    """
     from tawpipe_lab.compare import TRACES
     from tawpipe_lab.page import compare_page
 
@@ -56,13 +64,14 @@ def _comparison(folder: Path) -> str:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words for this program, and those behind ``--``, which are a command of the user's."""
+    """Return the arguments before ``--`` for this program, and the user's command after ``--``."""
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    """Create a cluster that stays, measure its links, and print both; return 0."""
     asked = {"rate": arguments.rate, "latency": arguments.latency, "name": arguments.name}
     cluster = Cluster.up(arguments.nodes, **asked)
     rates = parse_rates(arguments.rate, nodes=arguments.nodes)
@@ -80,18 +89,29 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
+    """Remove a cluster and end its processes, and print whether it existed; return 0."""
     existed = Cluster.remove(arguments.name)
     print(f"cluster {arguments.name} removed" if existed else f"there is no cluster {arguments.name}")
     return 0
 
 
 def _exec(arguments: argparse.Namespace) -> int:
+    """Replace this process by the user's command inside a node. Does not return.
+
+    Raises:
+        UserError: no command is given, or there is no such cluster, node or program.
+    """
     if not arguments.words:
         raise UserError("COMMAND", "nothing", "a command behind --, as in `tawpipe lab exec 0 -- ip address`")
     return Cluster.find(arguments.name).become(arguments.node, arguments.words)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    """Measure all strategies of a suite, and print where the results are; return 0.
+
+    Raises:
+        UserError: the suite, ``--only`` or ``--samples`` cannot work.
+    """
     from tawpipe_lab.compare import compare
     from tawpipe_lab.suite import load_suite
 
@@ -109,6 +129,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Build the argument parser of ``tawpipe lab``."""
     description = "A cluster with unequal links out of one Linux machine. Needs root and iproute2."
     parser = CommandParser(prog="tawpipe lab", description=description)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -1,6 +1,6 @@
-"""Measures a suite: a cluster per cell, all strategies in one launch, rows with their bounds.
+"""Measure a suite: one cluster per cell, all strategies in one launch, one row of results per strategy with its bounds.
 
-``compare`` writes ``results.json`` (the contract that others read) and a Markdown table.
+``compare`` writes ``results.json`` (a format on which other programs rely) and a Markdown table.
 """
 
 from __future__ import annotations
@@ -54,28 +54,32 @@ from tawpipe_lab.workload import LengthsWorkload, RealWorkload, ServingWorkload,
 CLUSTER = "tawpipe-compare"
 TRACES = "traces"
 ONE_NUMBER = ("seconds", "cpu_busy", "exposed", "idle_start", "idle_end", "token", "first")
-"""What a worker measures in every step as one number, and a row has the median of."""
+"""Names of a worker's measurements that are one number per step; rows hold their median over the steps."""
 BUSIEST = 0.6
-"""Share of the machine's processors above which a cell measures the machine and not the network."""
+"""Largest share of busy processors for a valid row. Above it a row measures the machine and not the network, and is
+void."""
 LARGEST_DIFFERENCE = 1e-4
-"""Relative difference of two strategies' losses, beyond which they have not trained the same thing."""
+"""Largest relative difference between the losses of two strategies for which they count as equal training."""
 PAYLOAD = 0.99
-"""Share of a link's bytes that is payload, where it was not measured: headers take the rest."""
+"""Assumed share of payload in a link's bytes if the link was not measured. Headers take the rest."""
 
 
 def compare(
     suite: Suite, out: Path, *, traces: bool = False, resume: bool = False, tell: Callable[[str], None] = print
 ) -> list[dict[str, Any]]:
-    """Run a suite and write its results; the rows.
+    """Measure all cells of a suite, write the results, and return the rows.
+
+    Results are written after every cell.
 
     Args:
-        out: a folder; what it holds of an earlier run is replaced.
-        traces: record a step of every strategy in our runtime, into ``out/traces``.
-        resume: keep the rows of cells that an earlier run into ``out`` has measured, and measure the others.
-        tell: is given a line for every launch and row.
+        suite: cells and strategies to measure.
+        out: output folder, created if needed. Results of an earlier run in it are replaced.
+        traces: record one step of every strategy that runs in this project's runtime, into ``out/traces``.
+        resume: keep the rows of cells that an earlier run into ``out`` has measured, and measure only the other cells.
+        tell: called with one line of text per launch and per row.
 
     Raises:
-        UserError: no root or tools, or a cell that cannot be built.
+        UserError: the process is not root, a tool is missing, or a cell cannot be built.
     """
     out.mkdir(parents=True, exist_ok=True)
     rows = _earlier_rows(suite, out) if resume else []
@@ -97,10 +101,12 @@ def compare(
 
 
 def _earlier_rows(suite: Suite, out: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier run of this suite, of the cells that it has measured as they are now.
+    """Return the rows of an earlier run in ``out`` whose cells need not be measured again; ``[]`` without results.
+
+    A cell is kept if its settings are unchanged and a row exists for each of its strategies.
 
     Raises:
-        UserError: what is there is not of this suite.
+        UserError: the results cannot be read, or belong to another suite.
     """
     path = out / "results.json"
     if not path.exists():
@@ -121,7 +127,7 @@ def _earlier_rows(suite: Suite, out: Path) -> list[dict[str, Any]]:
 
 
 def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
-    """``results.json`` and ``table.md``."""
+    """Write ``results.json`` and ``table.md`` into the folder ``out``, with versions, machine, command and date."""
     environment = {
         "versions": {name: version(name) for name in ("tawpipe", "torch")} | {"python": platform.python_version()},
         "machine": f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release().split('-')[0]}",
@@ -134,7 +140,18 @@ def write_results(suite: Suite, rows: list[dict[str, Any]], out: Path) -> None:
 
 
 def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], traces: Path | None) -> list[dict[str, Any]]:
-    """Every strategy of one cell in one launch; one that ends a launch is left out of the next."""
+    """Build a cluster for one cell, measure every strategy in it, and return one row per strategy.
+
+    All strategies share one launch (each has its own if ``suite.alone``). If a strategy ends a launch, its row is
+    marked as failed, and the launch is repeated without it. Peak memory is measured in separate launches if
+    ``suite.memory``.
+
+    Args:
+        suite: the strategies, and how they are measured.
+        cell: cluster and workload.
+        tell: called with lines of text about links and failures.
+        traces: folder to which recorded timelines are copied; None to record none.
+    """
     topology = Topology.grid(cell.nodes, cell.local)
     failed: dict[int, str] = {}
     readings: dict[int, dict[str, Any]] = {}
@@ -189,9 +206,18 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], traces:
 
 
 def _measure_memory(suite: Suite, cell: Cell, measured: list[int]) -> dict[int, list[float]]:
-    """Peak memory of every rank, each strategy in a launch of its own.
+    """Measure the peak memory of every rank in a new cluster, with a separate launch for each strategy.
 
-    Two steps with a twentieth of the seconds on links without a limit: what a rank holds does not depend on them.
+    Each launch runs two steps on unshaped links with computing 20 times as fast, because memory does not depend on
+    times. A real workload computes as fast as usual.
+
+    Args:
+        suite: the strategies.
+        cell: cluster and workload.
+        measured: indices of the strategies in ``suite``.
+
+    Returns:
+        Index of a strategy -> peak bytes per rank; an empty list if its launch failed.
     """
     fast = cell.workload
     if not isinstance(fast, RealWorkload):
@@ -205,7 +231,7 @@ def _measure_memory(suite: Suite, cell: Cell, measured: list[int]) -> dict[int, 
             quick = replace(cell, workload=fast, slow=None)
             try:
                 alone = _launch(cluster, Path(folder), suite, quick, [i], warmup=0, samples=2)
-            except RunError:  # what was timed stays
+            except RunError:  # the row keeps its times
                 alone = None
             peaks[i] = alone[0]["peak_bytes"] if isinstance(alone, list) else []
     return peaks
@@ -222,12 +248,29 @@ def _launch(
     samples: int,
     traces: bool = False,
 ) -> list[dict[str, Any]] | tuple[int, str]:
-    """Readings of the strategies, or which of them ended the launch, and why."""
+    """Start all ranks of a cell once, measure the strategies ``tried`` in this launch, and return a reading for each.
+
+    The readings are in the order of ``tried``. If the launch fails while a strategy runs, return (index of this
+    strategy in ``suite``, reason) instead.
+
+    Args:
+        cluster: cluster of the cell.
+        folder: folder for the job file, the result file and traces.
+        suite: the strategies.
+        cell: cluster and workload.
+        tried: indices of the strategies in ``suite``.
+        warmup: number of steps before those that are measured.
+        samples: number of measured samples per strategy.
+        traces: record one more step of every strategy that can be recorded.
+
+    Raises:
+        RunError: the launch failed before any strategy ran.
+    """
     job, result = folder / "job.json", folder / "result.json"
     running = Path(f"{result}.running")
     result.unlink(missing_ok=True)
     running.unlink(missing_ok=True)
-    shutil.rmtree(folder / TRACES, ignore_errors=True)  # an earlier launch's timelines are of other strategies
+    shutil.rmtree(folder / TRACES, ignore_errors=True)  # an earlier launch numbered its strategies differently
     entries = [asdict(suite.strategies[i]) for i in tried]
     content = {
         "workload": spell_out(cell.workload),
@@ -244,8 +287,8 @@ def _launch(
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # there is no name service in a node, which torch would say once per rank
-        "MALLOC_MMAP_THRESHOLD_": "65536",  # or freed blocks stay with the process, and memory creeps
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch would warn on every rank that a node has no name service
+        "MALLOC_MMAP_THRESHOLD_": "65536",  # return freed blocks to the system, or memory grows
     }
     try:
         cluster.launch(command, local=cell.local, env=environment)
@@ -257,7 +300,11 @@ def _launch(
 
 
 def message_sizes(cell: Cell) -> tuple[int, ...]:
-    """Bytes of messages of a cell's strategies: the largest unit, a rank's share of it, and an activation."""
+    """Return the sizes in bytes of typical messages of a cell, ascending.
+
+    For training these are the largest unit, the share of it that one rank owns, and an activation. For serving they are
+    a pass without and a pass with a chunk of a prompt.
+    """
     workload = cell.workload
     if isinstance(workload, ServingWorkload):
         return tuple(tokens * workload.token_bytes for tokens in (workload.slots, workload.slots + workload.chunk))
@@ -272,13 +319,18 @@ def message_sizes(cell: Cell) -> tuple[int, ...]:
 
 
 def links_of(cell: Cell) -> Links | None:
-    """What the links of a cell carry, measured in a cluster that is removed again; None if there is one node."""
+    """Build the cluster of ``cell``, measure its links, and remove it; return None if there is one node."""
     with Cluster.create(cell.nodes, rate=cell.rate, latency=cell.latency, name=CLUSTER) as cluster:
         return cluster.links(message_sizes(cell))
 
 
 def link_of(cell: Cell, links: Links | None = None) -> LinkModel:
-    """The slowest link of a node: what was measured, or else what follows from its name."""
+    """Return rate and latency of the slowest link between the nodes of a cell.
+
+    Args:
+        cell: cluster and workload.
+        links: measured links; None to derive rate and latency from the settings of the cell.
+    """
     if links is not None:
         return LinkModel(links.bytes_per_s, links.latency_s)
     rates = [rate for rate in parse_rates(cell.rate, nodes=cell.nodes) if rate is not None]
@@ -287,7 +339,7 @@ def link_of(cell: Cell, links: Links | None = None) -> LinkModel:
 
 @dataclass(frozen=True)
 class LinkBounds:
-    """Bounds on a real workload, of which only the bytes are known; see ``Bounds``."""
+    """Bounds of a strategy on a real workload, from its bytes alone; fields as in ``Bounds``."""
 
     physical_s: float
     sent_bytes: tuple[float, ...]
@@ -296,10 +348,15 @@ class LinkBounds:
 
 
 def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBounds:
-    """The bounds of a strategy in a cell with these links between its nodes.
+    """Return lower bounds of the seconds of a step, and of the bytes on links, for a strategy in a cell.
+
+    Args:
+        cell: cluster and workload.
+        entry: strategy with its knobs.
+        between: link between the nodes.
 
     Raises:
-        UserError: a strategy that is not known, or cannot run there.
+        UserError: the strategy is unknown, or cannot run in this cell.
     """
     topology = Topology.grid(cell.nodes, cell.local)
     if isinstance(cell.workload, ServingWorkload):
@@ -322,7 +379,7 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
         of_documents = workload if isinstance(workload, DealtWorkload) else None
         return schedule_bounds(schedule, costs, physical=topology, dealt=of_documents, steady=cell.steps_in_a_row > 1)
     whole = cell.workload
-    if cell.speeds:  # as fast as they are together
+    if cell.speeds:  # `shipped_bounds` knows one speed: the mean of all devices
         whole = whole.faster(statistics.fmean(cell.device_speeds))
     packing = entry.all_knobs.get("packing", "in turn")
     timed = dealt(whole, packing, topology) if isinstance(whole, LengthsWorkload) else whole
@@ -332,9 +389,19 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
 def _real_bounds(
     name: str, workload: RealWorkload, topology: Topology, between: LinkModel, knobs: Mapping[str, Any]
 ) -> LinkBounds:
-    """Bounds of any strategy on a real workload, whose bytes alone are known.
+    """Return the bounds of a strategy on a real workload, from the bytes that its links carry.
 
-    The head of FSDP2 is kept from the forward to the backward pass, and the embedding from one round to the next.
+    FSDP2 keeps the head from the forward to the backward pass, and the embedding from one round to the next.
+
+    Args:
+        name: strategy.
+        workload: the real workload.
+        topology: ranks and nodes.
+        between: link between the nodes.
+        knobs: knobs of the strategy.
+
+    Raises:
+        UserError: the strategy is unknown.
     """
     amount = workload.micro_batches * workload.activation_bytes
     if name in ours.rows():
@@ -356,7 +423,7 @@ def _real_bounds(
 
 
 def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
-    """GiB that the schedule of a timed workload says a rank needs; None for other strategies and workloads."""
+    """Return the GiB that a rank needs by its schedule; None for rivals and for workloads that are not timed."""
     workload = cell.workload
     if not isinstance(workload, TimedWorkload) or entry.strategy not in ours.rows():
         return None
@@ -369,6 +436,14 @@ def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
 def _row(
     suite: Suite, cell: Cell, topology: Topology, entry: Entry, reading: dict[str, Any], between: LinkModel
 ) -> dict[str, Any]:
+    """Return the row of results of one strategy in one cell: settings, bounds, medians of measurements, and status.
+
+    The status is ``ok``, ``failed``, ``out-of-memory``, or ``void`` if the machine's processors were too busy.
+
+    Args:
+        reading: measurements of the strategy, as the worker wrote them; or only ``failed`` with the reason.
+        between: link between the nodes.
+    """
     row: dict[str, Any] = {
         "suite": suite.name,
         "cell": cell.spelled_out(),
@@ -424,7 +499,13 @@ def _row(
 def _served(
     workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int, token: float, first: float
 ) -> dict[str, Any]:
-    """Seconds of tokens, and what the plan says of them."""
+    """Return measured seconds per token and until the first token, and the predictions of the plan for both.
+
+    Args:
+        groups: number of groups of slots.
+        token: measured seconds from token to token.
+        first: measured seconds until the first token of a prompt.
+    """
     way, formula = (planned(workload, topology, between, groups, hand_s=hand_s) for hand_s in (HAND_S, 0.0))
     told = {"token_s": token, "first_s": first, "groups": groups, "tokens_per_second": groups * way.slots / token}
     told |= {"token_s_predicted": way.token_s, "first_s_predicted": way.first_s}
@@ -432,7 +513,11 @@ def _served(
 
 
 def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:
-    """Of documents of uneven lengths: seconds that their dealing alone allows, and those that no dealing undercuts."""
+    """Return predicted computing seconds for the assigned documents; ``{}`` for a workload without documents.
+
+    Only a ``LengthsWorkload`` has documents. ``modelled_s`` is the computing time of a step with this assignment,
+    ``floor_s`` the time that no assignment can undercut. ``rounds`` is the number of rounds whose packed micro-batches
+    are shared by several ranks, and of rounds whose packed micro-batches belong to one rank or pipeline each."""
     if not isinstance(cell.workload, LengthsWorkload):
         return {}
     is_ours = entry.strategy in ours.rows()
@@ -455,7 +540,11 @@ def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:
 
 
 def check_losses(rows: list[dict[str, Any]]) -> None:
-    """Mark those rows of a cell as failed that have not trained what the first one did; void ones as well."""
+    """Set the status of rows to ``failed`` if their losses differ from the first row's or are not finite.
+
+    Args:
+        rows: rows of one cell, changed in place. Rows without a loss are skipped; void rows are checked too.
+    """
     trained = [row for row in rows if row["loss"]]
     first = next((row for row in trained if None not in row["loss"]), None)
     for row in trained:
@@ -472,12 +561,15 @@ def check_losses(rows: list[dict[str, Any]]) -> None:
 
 
 def disturbance(row: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
-    """The cost of slow spells of the nodes, where an earlier row is the same without them; else nothing.
+    """Compare a row whose nodes have slow spells with an earlier row without them; return the cost, or ``{}``.
 
-    ``disturbance`` of the row, means over its steps: ``added_s``, by which a step took longer than without them;
-    ``largest_node_delay_s``, by which computing was slowed down on the node that suffered most: what a step loses at
-    least if no device idles, and more than one loses whose devices wait anyway; and ``sum_of_node_delays_s``, what is
-    lost if every node waits for every other one.
+    The earlier row must have the same label, the status ``ok``, and a cell with equal settings except ``slow``.
+
+    Returns:
+        ``disturbance``, a dict of means over the steps: ``added_s``: seconds by which a step took longer than without
+        slow spells. ``largest_node_delay_s``: seconds added to computing on the node that lost most; a step loses at
+        least this if no device idles, and more than it loses if devices idle anyway. ``sum_of_node_delays_s``: seconds
+        that a step loses if every node waits for every other node.
     """
     if not row["cell"]["slow"] or "seconds_per_step" not in row:
         return {}
@@ -493,6 +585,7 @@ def disturbance(row: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str,
 
 
 def _line(row: dict[str, Any]) -> str:
+    """Return one line of text about a row: median seconds and share of the physical bound, or why it failed."""
     if "seconds_per_step" not in row:
         return f"  {row['label']}: {row['status']}, {row['reason']}"
     median, bound = row["seconds_per_step"]["median"], row["physical_bound_s"]

@@ -1,7 +1,7 @@
-"""The subject of a measurement: something that runs complete training steps.
+"""Contenders: the strategies under measurement, each able to run complete training steps.
 
-Every worker process of a launch makes its own contender of every strategy, after the ranks have joined, and the harness
-alternates single steps of them.
+Every worker process of a launch builds one contender per strategy after the ranks have joined, and then runs single
+steps of them in turn.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ class Contender:
     """One strategy on one rank.
 
     Args:
-        name: as in the tables, for example ``fsdp2``.
-        knobs: every setting it runs with, those left at their default included.
+        name: name in tables, for example ``fsdp2``.
+        knobs: all settings of the strategy, including those at their defaults.
 
     Attributes:
-        origin: ``shipped`` by others, called through its public interface, or ``ours``: a schedule in this project's
-            runtime.
-        sleeper: computes for it, at a pace that the harness sets; None where it really computes.
-        loss_share: what this rank knows of the last step's loss: those of all ranks add up to it. None for a timed
-            workload, which has no loss.
+        origin: ``shipped`` for a rival, called through its public interface, or ``ours`` for a schedule in this
+            project's runtime.
+        sleeper: stands for the device and sleeps instead of computing, at a pace that the worker sets; None if the
+            contender really computes.
+        loss_share: part of the last step's loss that this rank knows; the sum over all ranks is the loss. None for a
+            timed workload, which has no loss.
     """
 
     origin = "shipped"
@@ -41,37 +42,39 @@ class Contender:
         self.name, self.knobs, self._busy = name, knobs, BusyTime()
 
     def step(self) -> None:
-        """One complete training step on this rank. None of its communication is under way when it returns."""
+        """Run one complete training step on this rank, and wait until all its communication is done."""
         raise NotImplementedError
 
     def busy(self) -> dict[str, float]:
-        """Seconds since the last call that a lane was busy, for the lanes of which that is known.
+        """Return the seconds for which each lane was busy since the last call, for lanes that are measured.
 
-        COMPUTE is the sleeping that stands for computation, of which a real workload has none. A lane of transfers is
-        also busy while it waits for the other side.
+        COMPUTE is the sleeping that stands for computing; a real workload has no such lane. A lane of transfers also
+        counts as busy while it waits for another rank.
         """
         return self._busy.take()
 
     def close(self) -> None:
-        """Give back threads, groups and memory. No step may follow."""
+        """Free threads, process groups and memory. No step may follow."""
         raise NotImplementedError
 
 
 class Maker(Protocol):
-    """Makes a contender on this rank. All ranks call it in the same order, because it may create process groups.
+    """Function that builds a contender on this rank.
+
+    All ranks call it in the same order, because it may create process groups.
 
     Raises:
-        UserError: the strategy cannot run this workload on this topology, or does not know a knob.
+        UserError: the strategy cannot run this workload on this topology, or a knob is unknown.
     """
 
     def __call__(self, name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender: ...
 
 
 def read_settings(cls: Callable[..., Settings], name: str, knobs: Mapping[str, object]) -> Settings:
-    """``knobs`` as the settings dataclass ``cls`` of the strategy ``name``.
+    """Build the settings dataclass ``cls`` of the strategy ``name`` from its knobs.
 
     Raises:
-        UserError: a knob that the strategy does not have.
+        UserError: the strategy has no such knob.
     """
     known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
     for knob in knobs:
@@ -81,10 +84,17 @@ def read_settings(cls: Callable[..., Settings], name: str, knobs: Mapping[str, o
 
 
 def check_sharding(name: str, workload: Known, topology: Topology, per_gather: int) -> None:
-    """Refuse a rival that shards where it cannot share out the micro-batches, ``per_gather`` at a time.
+    """Raise UserError if a sharding rival cannot divide the micro-batches evenly among all devices.
+
+    Args:
+        name: strategy, for the message.
+        workload: the workload.
+        topology: ranks and nodes.
+        per_gather: number of micro-batches that share one gather of the weights.
 
     Raises:
-        UserError: their number does not divide, or the ranks of a node are not consecutive.
+        UserError: the number of micro-batches is not a multiple of devices x ``per_gather``, or the ranks of a node are
+            not consecutive.
     """
     together = topology.world_size * per_gather
     if workload.micro_batches % together:
@@ -95,10 +105,8 @@ def check_sharding(name: str, workload: Known, topology: Topology, per_gather: i
 
 
 def check_grid(name: str, topology: Topology) -> None:
-    """Refuse a topology without a node to keep something in, and another one.
+    """Raise UserError unless the topology has several nodes with several processes each.
 
-    Raises:
-        UserError: there is not.
-    """
+    The message names the strategy ``name``."""
     if not 1 < topology.local_size < topology.world_size:
         raise UserError("topology", str(topology), f"{name} needs several nodes of several processes")

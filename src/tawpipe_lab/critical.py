@@ -1,16 +1,18 @@
-"""The bound by dependencies: what no clock, however links are shared, can undercut.
+"""Lower bound on the time of a schedule by its dependencies, which holds however transfers share their links.
 
-A relaxed play is not a bound: where links are shared fairly, more look-ahead lets what is needed later take bandwidth
-from what is needed now, and a play without limits can come out slower than one with them. So it is a longest path:
+A simulation with unlimited buffers gives no such bound: with fair sharing of links, deeper prefetch lets weights that
+are needed later take bandwidth from weights that are needed now, so that the step can become slower. The bound here is
+a longest path over the events of a simulation (starts and ends of actions, and transfers):
 
-* head of an event: the longest chain of work before it, every transfer at the full rate of its slowest port. Also, for
-  every port: all bytes that must have passed the port before the event, over its rate, however they shared it.
-* tail of an event: the same for what must follow it.
-* bound: the largest head + tail of any event.
+* Head of an event: the longest chain of work before it, with every transfer at the full rate of its slowest port. The
+  head is also at least the seconds that any one port needs for all bytes that must have passed it before the event.
+* Tail of an event: defined in the same manner for the work that must follow the event.
+* Bound: the largest head + tail of any event.
 
-Overheads and buffers are left out (``unlimited_buffers``), the order of every lane is kept. What waits for a message
-between nodes waits for its latency as well; the lane that carried it may go on before. Which bytes must come before an
-event follows from one number for every lane, because a lane's actions are in order (a vector clock).
+Overheads of actions and limits of buffers are left out (``unlimited_buffers``). The order of every lane is kept. An
+action that needs a message between nodes also waits for the latency of the link. The lane that carried the message does
+not wait for that latency. The actions of a lane run in order, so one number per lane (a vector clock) says which
+transfers must come before an event.
 """
 
 from __future__ import annotations
@@ -30,19 +32,24 @@ from tawpipe.topology import Topology
 
 NEVER = float("-inf")
 Edges = list[list[tuple[int, float]]]
-"""Edges of every event: (event, seconds between the two at least)."""
+"""Edges of every event, by event index: (index of the other event, least seconds between the two)."""
 
 
 def dependency_bound(
     schedule: Schedule, cost_model: CostModel, *, steady: bool = False, physical: Topology | None = None
 ) -> float:
-    """Seconds that a schedule's own order needs at least; see the module's head.
+    """Return the least seconds of a step of ``schedule`` with its own order of actions.
+
+    The module docstring defines the bound.
 
     Args:
-        steady: of a step among others, from one NORM to the next, instead of one step that begins and ends with nothing
-            under way. All ranks take part in NORM, updates come after it and the next step's weights after them, so
-            that next to nothing of two steps overlaps and the two bounds are nearly equal.
-        physical: the nodes that the ranks really are on, as for ``play``.
+        schedule: schedule of one step.
+        cost_model: costs of actions and transfers; its overheads are ignored.
+        steady: if True, bound one step in a series of steps, from one NORM action to the NORM of the next step. If
+            False, bound a single step that begins and ends with nothing in flight. All ranks take part in NORM, updates
+            follow it, and the next step's weights follow the updates. So two steps hardly overlap, and the two bounds
+            are nearly equal.
+        physical: nodes on which the ranks really run, as in ``play``; None for the nodes of the schedule.
     """
     relaxed, free = unlimited_buffers(schedule), cost_model.without_overheads()
     latency_s = cost_model.between.latency_s
@@ -53,7 +60,15 @@ def dependency_bound(
 
 
 class _Events:
-    """The starts and ends of a play's instances and the transits between, in an order that keeps all dependencies."""
+    """Graph of all events of a simulated schedule, with the least seconds between events that depend on each other.
+
+    Events are starts and ends of action instances (one action in one step) and transfers. Their order in ``log`` keeps
+    all dependencies.
+
+    Args:
+        steps: number of steps to simulate.
+        latency_s: latency of a message between nodes, in seconds.
+    """
 
     def __init__(
         self, schedule: Schedule, cost_model: CostModel, physical: Topology | None, *, steps: int, latency_s: float
@@ -70,12 +85,15 @@ class _Events:
         self._connect()
 
     def norms(self, step: int) -> list[int]:
-        """The ends of a step's NORM on all ranks."""
+        """Return the events at which the NORM action of ``step`` ends, one per rank."""
         numbers = (n for n in self.ends if self.record.step(n) == step and self.record.action(n).op is Op.NORM)
         return [self.ends[n] for n in numbers]
 
     def _number_lanes(self) -> None:
-        """The place of every instance: (lane, position in it over all steps)."""
+        """Fill ``place`` and ``lengths``: position of every action instance in its lane, and length of every lane.
+
+        ``place`` maps an action instance to (lane index, position in that lane over all steps).
+        """
         self.place: dict[int, tuple[int, int]] = {}
         lanes: dict[tuple[int, Lane], int] = {}
         self.lengths: list[int] = []
@@ -89,12 +107,13 @@ class _Events:
                     self.lengths[lane] += 1
 
     def _connect(self) -> None:
+        """Fill ``into`` and ``out`` with the edges between events, and ``ports`` and ``work`` with all transfers."""
         latencies: dict[int, float] = {}
-        """Instance with a transit -> seconds before its end at which its lane is free."""
+        """Action instance with a transfer -> seconds before its end at which its lane is free again."""
         capacity = self.player.transfers.capacity
         self.ports: dict[Port, int] = {}
         self.work: list[tuple[int, int, float]] = []
-        """(transit's event, port, seconds that it keeps the port busy)."""
+        """(event index of a transfer, port index, seconds for which the transfer keeps the port busy)."""
         for i, event in enumerate(self.log):
             if not isinstance(event, Transit):
                 continue
@@ -129,7 +148,12 @@ class _Events:
     # longest paths
 
     def longest(self, *, after: list[int] | None = None, before: list[int] | None = None) -> float:
-        """The longest path in seconds; given events ``after`` or ``before``, only of what lies after or before them."""
+        """Return the seconds of the longest path, which is the largest head + tail of any event.
+
+        Args:
+            after: if given, count only these events and events that depend on them.
+            before: if given, count only these events and events on which they depend.
+        """
         count = len(self.log)
         inside = np.ones(count, dtype=bool)
         if after is not None:
@@ -145,13 +169,16 @@ class _Events:
     def _pass(
         self, order: Iterable[int], edges: Edges, inside: np.ndarray, marked: dict[int, tuple[int, int]]
     ) -> np.ndarray:
-        """The longest path to every event, in one direction.
+        """Return the seconds of the longest path to every event, in one direction of time.
+
+        Events that are not ``inside`` get ``NEVER``.
 
         Args:
-            order: of the events, sources first.
-            edges: against that direction.
-            inside: events that count; the others are at ``NEVER``.
-            marked: events at which an instance is passed, with its lane and its position in this direction.
+            order: indices of all events, sources first in this direction.
+            edges: per event, the edges from the events that come before it in this direction.
+            inside: mask of the events that count.
+            marked: event index -> (lane, position in this direction) of the action instance that the pass completes
+                there.
         """
         passed_work = self._work_on_the_way(inside, marked)
         paths = np.full(len(self.log), NEVER)
@@ -169,7 +196,10 @@ class _Events:
         return paths
 
     def _weighs(self, i: int) -> bool:
-        """True if the bytes before an event are looked at: every chain of transfers leads to compute or to NORM."""
+        """Return True if bytes on ports are counted at event ``i``: starts and ends of COMPUTE actions and of NORM.
+
+        That is enough, because every chain of transfers leads to one of these.
+        """
         event = self.log[i]
         if isinstance(event, Transit):
             return False
@@ -177,9 +207,14 @@ class _Events:
         return action.lane is Lane.COMPUTE or action.op is Op.NORM
 
     def _work_on_the_way(self, inside: np.ndarray, marked: dict[int, tuple[int, int]]) -> Callable[[np.ndarray], float]:
-        """A function from a vector clock to the seconds of the port that is busiest with what the clock has passed.
+        """Return a function from a vector clock to the busy seconds of the busiest port.
 
-        A transit counts at one of the instances that take part in it.
+        The function adds up all transfers that the clock includes. A transfer is counted at the first of the action
+        instances that take part in it.
+
+        Args:
+            inside: mask of the events whose transfers count.
+            marked: event index -> (lane, position) of the action instance that is completed there.
         """
         places = {self._number(i): place for i, place in marked.items()}
         offsets = np.concatenate([[0], np.cumsum([n + 1 for n in self.lengths])]).astype(np.int64)
@@ -196,13 +231,19 @@ class _Events:
         return lambda clock: table[offsets[:-1] + clock].sum(axis=0).max()
 
     def _number(self, i: int) -> int:
+        """Return the number of the action instance that starts or ends at event ``i``."""
         event = self.log[i]
         assert not isinstance(event, Transit)
         return event.number
 
 
 def _reached(order: Iterable[int], edges: Edges, sources: list[int]) -> np.ndarray:
-    """Events on a path from ``sources``, themselves included."""
+    """Return a mask of the events that a path from ``sources`` reaches; ``sources`` are included.
+
+    Args:
+        order: indices of all events in the direction of the paths.
+        edges: per event, the edges from the events before it in this direction.
+    """
     reached = np.zeros(len(edges), dtype=bool)
     reached[sources] = True
     for i in order:
@@ -212,14 +253,13 @@ def _reached(order: Iterable[int], edges: Edges, sources: list[int]) -> np.ndarr
 
 
 def unlimited_buffers(schedule: Schedule) -> Schedule:
-    """The same actions in the same order, with a buffer of its own for everything that a pool's buffer held in turn.
+    """Return a copy of ``schedule`` that never reuses a pooled buffer within a step, and has pools as large as needed.
 
-    Every write that does not also read its buffer begins a new one. So no action waits for the readers of what was
-    there before, and lanes run ahead as far as the data allow: look-ahead without a limit. Homes, and copies that stay
-    from step to step, keep their names, because an update in place does wait for those who still read the weights
-    before it. The next step uses the buffers again, a whole step later. The result is a schedule like any other, and
-    ``verify`` holds for it.
-    """
+    Actions and their order stay. Every write that does not also read its buffer begins a new buffer, and the pools grow
+    to the number of buffers. So no action waits for readers of an earlier content, and lanes run ahead as far as their
+    data allow. Homes, and copies that stay from step to step, keep their buffers, because an update in place does wait
+    for the readers of the weights before the update. The next step uses the same buffers again, one step later.
+    ``verify`` holds for the result."""
     renamed = [_rename(program, pools) for program, pools in zip(schedule.programs, schedule.pools, strict=True)]
     return replace(
         schedule,
@@ -230,6 +270,7 @@ def unlimited_buffers(schedule: Schedule) -> Schedule:
 
 
 def _rename(program: tuple[Action, ...], pools: tuple[Pool, ...]) -> tuple[tuple[Action, ...], tuple[Pool, ...]]:
+    """Return ``program`` and ``pools`` with a new pooled buffer for every write that does not read its buffer."""
     used = {pool.name: 0 for pool in pools if pool.kind is not Kind.COPY}
     current: dict[Buffer, Buffer] = {}
 

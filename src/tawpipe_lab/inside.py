@@ -1,5 +1,7 @@
-"""Links inside a node that take their time by sleeping, as computing does: for cells in which two processors would take
-longer to carry what passes inside a node than its devices would beside the link between nodes.
+"""Links inside a node that sleep for the time of a transfer, as computing does.
+
+They are for cells in which two processors would need longer for the bytes inside a node than the link between the nodes
+needs for its bytes.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ from tawpipe.schedule.actions import Action
 from tawpipe_lab.sleeper import HostLink
 
 LITTLE = 16
-"""Numbers of a piece that travel."""
+"""Number of elements per piece that really travel."""
 
 
 class SleptInside(Ahead):
-    """All-gathers and reduce-scatters inside a node wait for each other with messages of a few numbers, and then for as
-    long as all of them take on this rank's link. The rest of what they write stays as it is.
+    """Transfers between ranks, with collectives inside a node replaced by short messages and sleeping.
+
+    In an all-gather or reduce-scatter inside a node, the ranks wait for each other with messages of ``LITTLE`` elements
+    per piece. Each rank then sleeps as long as all bytes take on its link. The rest of the target keeps its values.
+    Other transfers are real.
 
     Args:
-        link: of this rank; its lanes share it.
+        link: link of this rank, shared by its lanes.
     """
 
     def __init__(self, *of: Any, link: HostLink, **settings: Any) -> None:
@@ -35,10 +40,14 @@ class SleptInside(Ahead):
     def _end_ring(self, action: Action, begun: Begun, source: Tensor, target: Tensor) -> None:
         super()._end_ring(action, begun, *self._little(action, source, target))
         if action.group == "node":
-            passed = abs(target.nbytes - source.nbytes)  # each sends and receives all pieces but one
+            passed = abs(target.nbytes - source.nbytes)  # each rank sends and receives all pieces but one
             self._link.carry(time.perf_counter(), up=passed, down=passed)
 
     def _little(self, action: Action, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the parts of ``source`` and ``target`` that really travel.
+
+        Inside a node these are short leading parts, else both tensors whole.
+        """
         if action.group != "node":
             return source, target
         size = self._neighbours(action)[0]

@@ -1,6 +1,6 @@
-"""Documents of uneven lengths in the lab: the ways in which a step of them is dealt to devices.
+"""Documents of uneven lengths in the lab: methods that assign a step's documents to devices.
 
-What a strategy makes of them is a timed workload whose micro-batches differ.
+The result is a timed workload whose micro-batches differ in size.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from tawpipe_lab.workload import PASSES, LengthsWorkload, TimedWorkload
 
 PACKINGS = ("balanced", "tokens", "in turn", "node", "rows")
 OF_PIPELINES = ("balanced", "in turn", "rows")
-"""Those of documents that pass a pipeline."""
+"""Packings for documents that pass through pipelines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DealtWorkload(TimedWorkload):
-    """A timed workload whose micro-batches differ: its seconds and bytes are those of the mean one.
+    """Timed workload whose micro-batches differ; its seconds and bytes describe a micro-batch of mean size.
 
     Args:
-        bins: how the documents were dealt, to ranks or to pipelines.
-        sizes: of every micro-batch, as multiples of the mean; some may be empty.
-        shares: for every rank the numbers of its micro-batches, those of its pipeline.
-        shared: micro-batches below this number are computed by sets of ``bins.ranks``.
-        linear: share of the mean forward pass that is no attention.
+        bins: documents as they were assigned to ranks or pipelines.
+        sizes: size of every micro-batch as a multiple of the mean; some may be empty.
+        shares: per rank, the numbers of its micro-batches, or of its pipeline's.
+        shared: number of micro-batches that groups of ``bins.ranks`` ranks compute together; they have the lowest
+            numbers.
+        linear: share of the mean forward pass that is not attention.
     """
 
     bins: Bins
@@ -43,7 +44,7 @@ class DealtWorkload(TimedWorkload):
 
     @property
     def ranks(self) -> int:
-        """The ranks of a set, where there is any."""
+        """Number of ranks in a context-parallel group; 1 if no micro-batch is shared."""
         return self.bins.ranks if self.shared else 1
 
     def work(self, micro_batch: int) -> float:
@@ -57,34 +58,38 @@ class DealtWorkload(TimedWorkload):
         return KEYS_SHARE * self.linear * self.forward_s * self.tokens(micro_batch)
 
     def kept(self, step: StepSpec) -> dict[int, range]:
-        """By micro-batch the layers, the last ones, of which ``keep_mib`` holds what would be computed again."""
+        """Return, per micro-batch, the last layers whose activations ``keep_mib`` holds instead of recomputing them.
+
+        Micro-batches that ranks share are not in the result.
+        """
         room = (step.settings.keep_mib or 0) * 2**20 / step.settings.micro_batches_per_visit
         numbers = range(self.shared, self.micro_batches)
         layers = {m: int(room / max(1.0, self.graph_bytes * self.tokens(m))) for m in numbers}
         return {m: range(max(1, self.layers - many + 1), self.layers + 1) for m, many in layers.items()}
 
     def rounds_s(self, step: StepSpec | None) -> list[list[float]]:
-        """[rounds][ranks] seconds of all passes.
+        """Return the seconds of all passes of every rank in every round: [rounds][ranks].
 
         Args:
-            step: of a schedule of ours; without one everything is recomputed.
+            step: step of a schedule of this project; None for a rival, which recomputes everything.
         """
 
         never = sum(step.recomputes(block) == "none" for block in range(1, self.layers + 1)) if step else 0
         kept = self.kept(step) if step else {}
 
         def seconds(m: int) -> float:
+            """Return the seconds of all passes of micro-batch ``m`` on one rank."""
             passes = PASSES * self.layers - never - len(kept.get(m, ()))
             return passes * self.forward_s * self.work(m) * ((1 + SHARED_COST) / self.ranks if m < self.shared else 1)
 
         return [[*map(seconds, row)] for row in zip(*self.shares, strict=True)]
 
     def modelled_s(self, step: StepSpec | None, speeds: Sequence[float] = ()) -> float:
-        """Seconds of all passes, of documents dealt to ranks, if every round takes as long as the rank that takes
-        longest.
+        """Return the seconds of all passes of a step, if every round takes as long as its slowest rank.
 
         Args:
-            speeds: of all ranks, where they differ.
+            step: step of a schedule of this project; None for a rival, which recomputes everything.
+            speeds: speeds of all ranks; empty if all are equal.
         """
         each = speeds or [1.0] * len(self.shares)
         return sum(max(took / speed for took, speed in zip(row, each, strict=True)) for row in self.rounds_s(step))
@@ -94,20 +99,25 @@ class DealtWorkload(TimedWorkload):
 def dealt(
     workload: LengthsWorkload, packing: str, topology: Topology, ranks: int = 1, speeds: tuple[float, ...] = ()
 ) -> DealtWorkload:
-    """A step as a strategy computes it.
+    """Assign the documents of a step to ranks, and return the step as a timed workload.
 
-    * ``balanced``: documents dealt by time (dealing/balance.py), long ones over sets of ``ranks`` where that gains.
-    * ``tokens``: the same by tokens, as if documents took as long as others of equally many tokens together.
-    * ``in turn``: bins are filled one after the other with what fits first, and dealt in turn.
-    * ``node``: likewise, and all ranks of a node compute every bin together.
-    * ``rows``: documents end to end, cut into rows of ``max_document``, which are dealt in turn. What is cut off does
-      not attend to what it was cut from, so that there is less to compute.
+    Values of ``packing``:
+
+    * ``balanced``: by time (dealing/balance.py). Long documents are split over groups of ``ranks`` ranks if that gains
+      time.
+    * ``tokens``: like ``balanced``, as if time depended only on the number of tokens.
+    * ``in turn``: packed micro-batches are filled in the order of the documents, each document into the first one with
+      enough space, and go to the ranks in turn.
+    * ``node``: filled like ``in turn``, but all ranks of a node compute every packed micro-batch together.
+    * ``rows``: documents are concatenated and cut into rows of ``max_document`` tokens, which go to the ranks in turn.
+      The parts of a cut document do not attend to each other, so there is less to compute.
 
     Args:
-        speeds: of all ranks, by which documents are dealt, see ``deal``.
+        ranks: number of ranks that compute a long document together; for ``node`` always the ranks of a node.
+        speeds: speeds of all ranks, by which documents are assigned, see ``deal``; empty if all are equal.
 
     Raises:
-        UserError: no such packing.
+        UserError: there is no such packing.
     """
     if packing not in PACKINGS:
         raise UserError("packing", packing, f"one of {', '.join(PACKINGS)}")
@@ -118,16 +128,18 @@ def dealt(
 
 @cache
 def through_stages(workload: LengthsWorkload, packing: str, step: StepSpec) -> DealtWorkload:
-    """A step whose documents pass pipelines.
+    """Assign the documents of a step to pipelines, and return the step as a timed workload.
 
-    * ``balanced``: bins and slices as a run deals them (schedule/pipelines/dealing.py).
-    * ``in turn``, ``rows``: see ``dealt``; a bin is a micro-batch, and goes to the next pipeline.
+    Values of ``packing``:
+
+    * ``balanced``: packed micro-batches and document slices as in a training run (schedule/pipelines/dealing.py).
+    * ``in turn``, ``rows``: see ``dealt``. Each packed micro-batch goes to the next pipeline in turn.
 
     Args:
-        step: of the pipelines' strategy, with any micro-batches.
+        step: step of the pipelines' strategy, with any micro-batches.
 
     Raises:
-        UserError: another packing.
+        UserError: there is no such packing for pipelines.
     """
     if packing not in OF_PIPELINES:
         raise UserError("packing", packing, f"one of {', '.join(OF_PIPELINES)} under {step.strategy}")
@@ -143,16 +155,17 @@ def through_stages(workload: LengthsWorkload, packing: str, step: StepSpec) -> D
 
 
 def mean_bin(workload: LengthsWorkload, packing: str, positions: int, pipelines: int) -> TimedWorkload:
-    """As many micro-batches as pipelines over so many positions have bins, all alike: for these stages and orders are
-    made.
-    """
+    """Return a workload of equal micro-batches that stands for the packed ones, for which stages and orders are made.
+
+    Its number of micro-batches is the number of packed micro-batches that ``pipelines`` pipelines over ``positions``
+    positions have with this packing."""
     tokens, room = workload.tokens / pipelines, workload.max_document if packing == "rows" else workload.bin_tokens
     each = bins_of_a_pipeline(0, positions, tokens) if packing == "balanced" else -(-tokens // room)
     return _alike(workload, workload.lengths, int(each) * pipelines)
 
 
 def _alike(workload: LengthsWorkload, lengths: Sequence[int], count: int) -> TimedWorkload:
-    """The documents in so many micro-batches that are all alike."""
+    """Return a timed workload with the tokens and times of the documents in ``count`` equal micro-batches."""
     total, work = sum(lengths), sum(map(workload.work.of, lengths))
     forward_s = work / workload.layers / count
     return TimedWorkload(
@@ -171,7 +184,12 @@ def _alike(workload: LengthsWorkload, lengths: Sequence[int], count: int) -> Tim
 
 
 def _in_bins(workload: LengthsWorkload, bins: Bins, shares: tuple[tuple[int, ...], ...]) -> DealtWorkload:
-    # In the order of share_bins: those of a set, then those of a rank, are numbered one after the other.
+    """Return a timed workload of the packed micro-batches ``bins``, numbered as in ``share_bins``.
+
+    Args:
+        shares: per rank, the numbers of its micro-batches.
+    """
+    # Numbers as in share_bins: per group its shared micro-batches, then per rank its own.
     rows = [bins.shared, bins.single]
     numbered = [row[place] for some in rows for place in range(len(some[0]) if some else 0) for row in some]
     tokens, pairs = [*map(bins.tokens, numbered)], [*map(bins.pairs, numbered)]
@@ -188,6 +206,7 @@ def _in_bins(workload: LengthsWorkload, bins: Bins, shares: tuple[tuple[int, ...
 
 
 def _bins(workload: LengthsWorkload, packing: str, topology: Topology, ranks: int, speeds: tuple[float, ...]) -> Bins:
+    """Return the packed micro-batches of a step for the packing, assigned to ranks or groups of ``ranks`` ranks."""
     lengths, work, cap = workload.lengths, workload.work, workload.bin_tokens
     if packing in ("balanced", "tokens"):
         by = work if packing == "balanced" else LayerTime((replace(work.kinds[0], per_pair=0.0),))
@@ -204,7 +223,9 @@ def _bins(workload: LengthsWorkload, packing: str, topology: Topology, ranks: in
 
 
 def _first_fit(lengths: Sequence[int], cap: int) -> Iterator[tuple[int, ...]]:
-    """Documents in bins of so many tokens, each in the first one that has room."""
+    """Pack documents into micro-batches of at most ``cap`` tokens; return the numbers of the documents in each.
+
+    Each document goes into the first micro-batch with enough space."""
     bins: list[list[int]] = []
     room: list[int] = []
     for number, length in enumerate(lengths):
@@ -218,7 +239,11 @@ def _first_fit(lengths: Sequence[int], cap: int) -> Iterator[tuple[int, ...]]:
 
 
 def _cut(lengths: Sequence[int], row: int) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The pieces into which documents end to end are cut every ``row`` tokens, and those of every row."""
+    """Concatenate documents and cut them every ``row`` tokens.
+
+    Returns:
+        Lengths of the pieces in tokens, and for every row the numbers of its pieces.
+    """
     pieces, rows, left = list[int](), [list[int]()], row
     for length in lengths:
         while length:

@@ -1,8 +1,8 @@
-"""This project's rows in the lab: every strategy of the table, and what becomes of TawPipe without one of its ideas.
+"""Rows of this project in the lab: every strategy of the table, and TawPipe without one of its ideas.
 
-A row is a strategy and settings, nothing else; ``ours_run`` runs it on both kinds of workload.
-``no-grouping`` and ``no-overlap`` are to be read against ``tawpipe-spread`` with ``reuse: false``, or what buffers hold
-would count as grouping or overlap.
+A row is a strategy and settings. ``ours_run`` runs it on timed and real workloads. Compare ``no-grouping`` and
+``no-overlap`` with ``tawpipe-spread`` and ``reuse: false``; otherwise the gain of keeping weights in buffers would
+count as a gain of grouping or overlap.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tawpipe_lab.workload import (
 
 
 class NoGrouping(Spread):
-    """TawPipe as if every device were a node."""
+    """TawPipe that treats every device as a node, so that nothing is grouped by node."""
 
     name = "no-grouping"
     summary = "tawpipe-spread as if every process were a node"
@@ -61,7 +61,7 @@ class NoGrouping(Spread):
 
 
 class NoOverlap(Spread):
-    """TawPipe with everything in one lane."""
+    """TawPipe that runs all actions in one lane, so that computing and transfers do not overlap."""
 
     name = "no-overlap"
     summary = "tawpipe-spread that computes or transfers, never both"
@@ -78,46 +78,51 @@ class NoOverlap(Spread):
 register(NoGrouping())
 register(NoOverlap())
 OWN_NAMES = {name: f"{name}-ours" for name in ("hsdp", "1f1b", "interleaved-1f1b")}
-"""Strategy -> its row, where a rival's row has the strategy's name."""
+"""Strategy -> name of its row, where a rival's row already has the strategy's name."""
 BALANCED = {"tawpipe-balanced": "tawpipe-spread", "step-balanced": "tawpipe-step", "hsdp-balanced": "hsdp"}
-"""Row -> strategy, where documents of uneven lengths are dealt by time, long ones over the ranks of a node."""
+"""Row -> strategy. These rows assign documents of uneven lengths to ranks by time, and split long ones over a node's
+ranks."""
 FITTED = {
     "1f1b-fitted": ("1f1b", "1f1b-offload", "one-by-one"),
     "zero-bubble-fitted": ("zero-bubble", "zero-bubble-offload"),
 }
-"""Row -> fixed ways of a pipeline to stay within the workload's ``room``, of which it is the fastest, see
-orders/fitting.py.
-"""
+"""Row -> fixed heuristics by which a pipeline stays within the workload's ``room``; the row takes the fastest that
+fits. See orders/fitting.py."""
 RIVAL_OF = {"1f1b": "1f1b", "interleaved-1f1b": "interleaved-1f1b", "zero-bubble": "zbv"}
-"""Strategy with a published order -> the rival whose stages it has."""
+"""Strategy with a published order -> the rival with equal stages."""
 SOLVER_S = 30.0
-"""Seconds of the solver for the row ``solved``."""
+"""Seconds that the solver may use for the row ``solved``."""
 MADE_FOR: dict[str, dict[str, Any]] = {
     **{row: {"packing": "balanced"} for row in BALANCED},
     "tawpipe-whole": {"reuse": False},
     "no-grouping": {"reuse": False},
     "no-overlap": {"reuse": False, "look_ahead": 0},
 }
-"""Settings with which a row measures what its paper describes, or only what it leaves out; knobs beat them."""
+"""Row -> settings with which it measures what its paper describes, or what it leaves out. Knobs override them."""
 
 
 @dataclass(frozen=True)
 class OurSettings:
-    """The knobs of a row.
+    """Knobs of a row.
 
     Args:
-        schedule: with more buffers than a user's, so that no strategy waits for want of one.
-        parts_per_layer: every layer of the workload is cut into so many; a ring needs a layer per device.
-        clip_norm: largest global gradient norm; None for no clipping, and updates as soon as gradients are complete.
-        strict: check sequence number and action of every message.
-        packing: how documents of uneven lengths are dealt, see ``lengths.dealt``; None for ``in turn``.
-        balance: what stages of a fixed pipeline are equal in, see ``rivals.stages.stages_of``; None for ``layers``.
-        order: of a pipeline, as ``Order`` spells it, in the place of the strategy's own.
-        bf16: weights and gradients are bf16, twice as many in the bytes of the workload; gradients are random.
-        changes: a file with the weights of successive steps of a run (benchmarks/coding.py), which updates bring; its
-            name is the run's learning rate.
-        pattern: the kinds of a timed workload's layers, in the place of its own; layers that keep less are another
-            kind.
+        schedule: settings of the schedule. They have more buffers than a user's defaults, so that no strategy waits for
+            a buffer.
+        parts_per_layer: number of equal layers into which every layer of the workload is cut; a ring needs one layer
+            per device.
+        clip_norm: largest global gradient norm. With None gradients are not clipped, and each unit is updated as soon
+            as its gradient is complete.
+        strict: if True, check sequence number and action of every message.
+        packing: method that assigns documents of uneven lengths to ranks, see ``lengths.dealt``; None for ``in turn``.
+        balance: what the stages of a pipeline with a fixed order are equal in, see ``rivals.stages.stages_of``; None
+            for ``layers``.
+        order: order of a pipeline, as ``Order`` writes it, instead of the strategy's own.
+        bf16: if True, weights and gradients are bf16. Their number doubles, so that the workload's bytes stay.
+            Gradients have random values.
+        changes: file with the weights of successive steps of a run (benchmarks/coding.py), which updates copy into the
+            weights. The file's name is the run's learning rate.
+        pattern: kinds of a timed workload's layers, instead of the workload's own; layers that keep less for their
+            backward pass are another kind.
     """
 
     schedule: ScheduleSettings
@@ -133,39 +138,44 @@ class OurSettings:
 
     @property
     def element_bytes(self) -> int:
-        """Of weights and gradients that travel."""
+        """Bytes of one element of the weights and gradients that travel."""
         return 2 if self.bf16 else 4
 
     def spelled_out(self) -> dict[str, Any]:
-        """All knobs as plain data, which ``settings_of`` reads back."""
+        """Return all knobs as plain data, which ``settings_of`` accepts."""
         schedule = {name: value for name, value in vars(self.schedule).items() if value is not None}
         own_knobs = {name: value for name, value in vars(self).items() if name not in UNSAID or value}
         return {name: value for name, value in {**schedule, **own_knobs}.items() if name in KNOBS}
 
 
 UNSAID = ("packing", "balance", "order", "bf16", "changes", "pattern")
-"""Knobs that results do not have where they are not given."""
+"""Knobs that are left out of results if they are not set."""
 OWN_KNOBS = tuple(item.name for item in fields(OurSettings) if item.name != "schedule")
 SAID = ("strategy", "early_updates")
-"""Settings that a row's name and ``clip_norm`` say."""
+"""Schedule settings that are no knobs, because the row's name and ``clip_norm`` determine them."""
 KNOBS = (*OWN_KNOBS, *(item.name for item in fields(ScheduleSettings) if item.name not in SAID))
 
 
 def rows() -> dict[str, str]:
-    """Row -> strategy."""
+    """Return the strategy of every row, by the row's name."""
     return {OWN_NAMES.get(name, name): name for name in strategies()} | BALANCED | dict.fromkeys(FITTED, "solved")
 
 
 def named(row: str) -> str:
-    """The name in results of what a row runs, whose ``origin`` tells it from a rival of this name."""
+    """Return the name of a row in results: the strategy's name if a rival has it too, else the row's.
+
+    The field ``origin`` of a result tells the two apart.
+    """
     return next((strategy for strategy, name in OWN_NAMES.items() if name == row), row)
 
 
 def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
-    """The settings of a row; ``knobs`` beat what its name stands for.
+    """Return the settings of the row ``name``: usual values, then those that the row stands for, then ``knobs``.
+
+    A later one overrides an earlier one.
 
     Raises:
-        UserError: no such row or knob.
+        UserError: the row or a knob does not exist.
     """
     if name not in rows():
         raise UserError("strategy", name, f"one of {', '.join(rows())}")
@@ -182,10 +192,18 @@ def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
 
 
 def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Known:
-    """The workload as a row computes it: layers cut into parts, documents dealt.
+    """Return the workload in the form in which a row computes it.
+
+    Layers are cut into parts, and documents are assigned to ranks or pipelines.
+
+    Args:
+        name: row.
+        workload: the workload of the cell.
+        topology: ranks and nodes.
+        knobs: knobs of the row.
 
     Raises:
-        UserError: it cannot be.
+        UserError: the row cannot compute this workload with these knobs.
     """
     settings = settings_of(name, knobs)
     if settings.pattern and isinstance(workload, TimedWorkload):
@@ -209,10 +227,10 @@ def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[s
 def _through_stages(
     name: str, workload: LengthsWorkload, topology: Topology, knobs: Mapping[str, Any]
 ) -> DealtWorkload:
-    """Documents dealt to pipelines.
+    """Assign the documents of a step to the pipelines of a row, and return the step as a timed workload.
 
     Raises:
-        UserError: they cannot be.
+        UserError: a knob does not work with documents of uneven lengths, or the packing is unknown.
     """
     settings = settings_of(name, with_found(knobs, found_for(name, workload, topology, knobs)))
     chosen = settings.schedule
@@ -226,7 +244,10 @@ def _through_stages(
 
 
 def _mean_bin(workload: LengthsWorkload, topology: Topology, settings: OurSettings) -> TimedWorkload:
-    """What a pipeline of these documents is made for."""
+    """Return a timed workload of equal micro-batches for which a pipeline's stages and order are made.
+
+    The micro-batches have the mean size of the packed micro-batches of ``workload``.
+    """
     strategy = find(settings.schedule.strategy).configured(settings.schedule)
     assert isinstance(strategy, ActivationPipeline)
     positions = strategy.positions(topology)
@@ -234,10 +255,10 @@ def _mean_bin(workload: LengthsWorkload, topology: Topology, settings: OurSettin
 
 
 def recorded(path: str) -> torch.Tensor:
-    """The weights of successive steps of a run, bf16 [steps, n].
+    """Load the weights of successive steps of a run: a bf16 tensor (steps, elements).
 
     Raises:
-        UserError: they are not there.
+        UserError: the file cannot be read.
     """
     try:
         return torch.load(path, mmap=True, weights_only=True)
@@ -247,15 +268,17 @@ def recorded(path: str) -> torch.Tensor:
 
 
 def pipeline_costs(workload: TimedWorkload, recompute: str | None = None) -> PipelineCosts:
-    """What a profile of the workload would say, in microseconds and boundary activations.
+    """Return the costs of a timed workload's blocks, as a profile would give them.
+
+    Times are microseconds; memory is a multiple of one boundary activation.
 
     Args:
-        recompute: as in ``ScheduleSettings.recompute``.
+        recompute: value of ``ScheduleSettings.recompute``; None for ``full``.
     """
     blocks, again = [], recompute_of_blocks(recompute or "full", workload_model(workload))
     for block, part in enumerate(workload.block_parts):
         forward, inputs, weights = part.forward_s, part.backward_input_s, part.backward_weight_s
-        if block == workload.layers + 1:  # our head does all at once
+        if block == workload.layers + 1:  # our head computes all passes in one action
             forward, inputs, weights = 0.0, part.seconds, 0.0
         waiting, kept = round(part.linear_bytes / workload.activation_bytes, 3), float(block > 0)
         if again[block] == "none":
@@ -267,10 +290,10 @@ def pipeline_costs(workload: TimedWorkload, recompute: str | None = None) -> Pip
 
 
 def _balanced(name: str, work: Known, topology: Topology, settings: OurSettings) -> str:
-    """The stages of a pipeline with a published order, cut as a rival's are.
+    """Return the value of the setting ``stages`` with which a published order has the stages of its rival.
 
     Raises:
-        UserError: no such balance, or no such pipeline.
+        UserError: the balance is unknown, or this row and workload have none.
     """
     strategy, balance = find(settings.schedule.strategy), settings.balance or "layers"
     given = ":" in (settings.schedule.stages or "")
@@ -285,13 +308,23 @@ def _balanced(name: str, work: Known, topology: Topology, settings: OurSettings)
 
 
 INSIDE = LinkModel(2e9)
-"""A node's loopback; what is lost on it is nearly nothing."""
+"""Link inside a node: the loopback of the machine, which adds almost no time."""
 
 
 def _played(
     name: str, workload: LengthsWorkload, topology: Topology, knobs: Mapping[str, Any], between: LinkModel
 ) -> float:
-    """Seconds of a step by the clock, which knows, unlike a search for stages, that boundaries share a link."""
+    """Simulate one step of a row on documents of uneven lengths, and return its seconds.
+
+    Unlike a search for stages, the simulation knows that boundaries between stages share a link.
+
+    Args:
+        name: row.
+        workload: the documents and their times.
+        topology: ranks and nodes.
+        knobs: knobs of the row.
+        between: link between nodes.
+    """
     work = computed(name, workload, topology, knobs)
     assert isinstance(work, TimedWorkload)
     schedule = schedule_of(name, workload, topology, knobs)
@@ -301,14 +334,23 @@ def _played(
 def found_for(
     name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any], between: LinkModel | None = None
 ) -> dict[str, Any]:
-    """Knobs of a row besides its own that take a search, which every rank should not repeat: stages or an order; and
-    the times that a pipeline is made for, or documents are dealt for.
+    """Search for the knobs that a row needs in addition to its own: ``stages``, ``order`` and ``block_times``.
+
+    The search runs once, so that the ranks need not repeat it. ``block_times`` are the times for which a pipeline is
+    made or documents are assigned. For the row ``solved``, it takes about ``SOLVER_S`` seconds.
 
     Args:
-        between: the link of a node; None if transfers take no time.
+        name: row.
+        workload: the workload of the cell.
+        topology: ranks and nodes.
+        knobs: given knobs of the row; with ``order`` or ``block_times`` nothing is searched.
+        between: link between nodes; None if transfers take no time.
+
+    Returns:
+        The found knobs; an empty dict if the row needs no search.
 
     Raises:
-        UserError: nothing of this kind fits into the workload's room.
+        UserError: no order fits into the workload's ``room``.
     """
     strategy = find(rows()[name]) if name in rows() else None
     if not isinstance(strategy, ActivationPipeline) or "order" in knobs or "block_times" in knobs:
@@ -351,12 +393,18 @@ def found_for(
 
 
 def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any]) -> Schedule:
-    """The schedule that a row runs.
+    """Build the schedule of one step that a row runs on a workload. May search for stages or an order first.
+
+    Args:
+        name: row.
+        workload: the workload of the cell.
+        topology: ranks and nodes.
+        knobs: knobs of the row.
 
     Raises:
-        UserError: the strategy cannot run this workload on this topology.
+        UserError: the strategy cannot run this workload on this topology with these knobs.
     """
-    if isinstance(workload, LengthsWorkload):  # by these it is dealt
+    if isinstance(workload, LengthsWorkload):  # stages and times decide which documents a pipeline gets
         knobs = with_found(knobs, found_for(name, workload, topology, knobs))
     settings, work = settings_of(name, knobs), computed(name, workload, topology, knobs)
     chosen = settings.schedule

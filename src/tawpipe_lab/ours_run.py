@@ -1,5 +1,6 @@
-"""Rows of this project as they run: ``tawpipe.Pipeline`` on the real workload; on the timed one everything is real but
-computing, which sleeps.
+"""Contenders of this project: ``tawpipe.Pipeline`` on the real workload, and schedules of timed workloads.
+
+On a timed workload everything is real except computing, which sleeps.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ from tawpipe_lab.sleeper import BusyTime, HostLink, Sleeper
 from tawpipe_lab.workload import RealWorkload, TimedWorkload, Workload
 
 HELD = {*BOUNDARIES, Kind.GRAPH, Kind.LINEAR} - OUTSIDE
-"""Activations that have memory here, those of sets and slices besides."""
+"""Kinds of activations for which memory is allocated; ``OF_SLICES`` are added for groups of ranks and document
+slices."""
 OF_SLICES = {Kind.KEYS, Kind.KEY_GRADIENTS}
 
 
 class PipelineContender(Contender):
-    """A strategy as a user of the library runs it."""
+    """Contender that runs a strategy on the real workload through ``tawpipe.Pipeline``, as a user would."""
 
     origin = "ours"
 
@@ -76,14 +78,14 @@ class PipelineContender(Contender):
         result = self.pipeline.step({"input_ids": tokens, "labels": tokens})
         self.pipeline.drain()
         self.gradient_norm = result.grad_norm
-        self.loss_share = result.loss / self.pipeline.world.size  # every rank knows all of it
+        self.loss_share = result.loss / self.pipeline.world.size  # every rank has the whole loss
 
     def close(self) -> None:
         self.pipeline.close()
 
 
 class OurContender(Contender):
-    """A schedule of a timed workload, run step by step."""
+    """Contender that runs a schedule of this project on a timed workload: real transfers, sleeping for computing."""
 
     origin = "ours"
     sleeper: Sleeper
@@ -132,7 +134,7 @@ class OurContender(Contender):
             busy=self._busy,
         )
         self._executor.adopt(self.schedule)
-        if settings.bf16:  # as random as gradients are; computing leaves them as they are
+        if settings.bf16:  # random like real gradients, because coding depends on values
             dice = torch.Generator().manual_seed(rank)
             for buffer, values in self._executor._buffers.items():
                 if buffer.kind is Kind.GRADIENT and buffer.pool.startswith("G"):
@@ -148,11 +150,11 @@ class OurContender(Contender):
         self._executor.drain()
 
     def begin_step(self) -> None:
-        """A step of which something may be under way when it returns: another one follows."""
+        """Start one step without waiting for it. Actions may be in flight on return, so another step must follow."""
         self._executor.play(self.schedule, self._given, self._rule)
 
     def record(self) -> Recording:
-        """One more step, with the times of its actions."""
+        """Run one more step, wait for its end, and return the recording of its actions with their times."""
         recording = Recording(torch.device("cpu"), 0)
         self._executor.play(self.schedule, self._given, self._rule, recording=recording)
         self._executor.drain()
@@ -163,11 +165,11 @@ class OurContender(Contender):
 
 
 class _LinkedExecutor(Executor):
-    """An executor whose link to homes in the host's memory takes its time.
+    """Executor that sleeps for the time of transfers to and from homes in the host's memory.
 
     Args:
-        link: None for one without a limit.
-        busy: notes for how long every lane passes it.
+        link: link to the host's memory; None for one without a limit.
+        busy: records how long every lane uses the link.
     """
 
     def __init__(self, rank: int, *, link: HostLink | None, busy: BusyTime, **settings: Any) -> None:
@@ -177,13 +179,16 @@ class _LinkedExecutor(Executor):
             self._handlers |= {op: partial(self._through, link, busy, run) for op, run in of_homes.items()}
 
     def _through(self, link: HostLink, busy: BusyTime, run: Callable[..., None], action: Action, frame: Frame) -> None:
+        """Run an action, then sleep until the bytes of homes that it reads and writes have passed ``link``.
+
+        The sleep counts as busy time of the action's lane. Actions that use no home do not sleep."""
         begin = time.perf_counter()
         run(action, frame)
         if not any(buffer.is_home for buffer in (*action.reads, *action.writes)):
             return
         sides = (action.reads, action.writes)
         up, down = (sum(buffer.is_home for buffer in side) for side in sides)
-        if action.op is Op.UPDATE:  # with both moments; the gradient does not go back
+        if action.op is Op.UPDATE:  # with both moments of AdamW; the gradient is not written back
             up, down = up + 2, 3
         stripe = 4 * self.storage.master[action.unit].numel()
         with busy(_row(action)):
@@ -191,8 +196,10 @@ class _LinkedExecutor(Executor):
 
 
 class _SleepingCompute:
-    """Takes the seconds of the workload and leaves buffers of weights and gradients as they are: what travels is what
-    was there. Activations are tensors of their size for as long as the schedule says, so that memory can be compared.
+    """Handlers of compute actions that sleep for the workload's seconds and do not change weights and gradients.
+
+    Transfers send whatever the buffers hold. Activations are tensors of their real size, held for as long as the
+    schedule says, so that memory can be compared.
     """
 
     def __init__(self, workload: TimedWorkload, schedule: Schedule, rank: int, sleeper: Sleeper) -> None:
@@ -200,9 +207,10 @@ class _SleepingCompute:
         self._sleeper = sleeper
         self._kept = workload.kept(schedule.step) if isinstance(workload, DealtWorkload) else {}
         self._held: dict[Buffer, Tensor] = {}
-        """Activations; keys and values, or their gradients, are of all tokens, [ranks, of each]."""
+        """Activations by buffer. Tensors of keys and values, and of their gradients, hold all tokens: (ranks, elements
+        per rank)."""
         self.most_bytes = 0
-        """Of activations, at any time."""
+        """Most bytes of activations held at one time."""
         self._rank = rank
 
     def forward(self, action: Action, frame: Frame) -> None:
@@ -210,6 +218,9 @@ class _SleepingCompute:
         self._compute(action, 0.0 if in_backward else self._workload.block_parts[action.block].forward_s)
 
     def backward(self, action: Action, frame: Frame) -> None:
+        """Sleep for a block's backward pass, without the recomputation of activations that were kept.
+
+        The activations of the action are allocated, and those that it frees are dropped."""
         part, m = self._workload.block_parts[action.block], action.micro_batch
         if self._model.blocks[action.block].kind == "head":
             self._compute(action, part.seconds)
@@ -225,6 +236,7 @@ class _SleepingCompute:
         pass
 
     def travel(self, action: Action, frame: Frame) -> None:
+        """Run an EXCHANGE: send activations, store those received, and drop those that the action frees."""
         tensors = {transfer.buffer: self._held[transfer.buffer] for transfer in action.transfers if transfer.send}
         self._held |= frame.transport.exchange(action, tensors)
         self._drop(action)
@@ -233,13 +245,20 @@ class _SleepingCompute:
         return {buffer: self._new(buffer) for buffer in action.writes}
 
     def _compute(self, action: Action, seconds: float) -> None:
-        """Compute for a rank's share of so many seconds of a usual micro-batch, and write what the action writes."""
+        """Sleep for this rank's share of a computation; meanwhile allocate and drop the activations of the action.
+
+        Args:
+            action: the action.
+            seconds: seconds of the computation for a micro-batch of mean size.
+        """
         m = action.micro_batch
         with self._sleeper.computing(seconds * self._workload.work(m) / self._step.ranks_of(m)):
             self._turn_over(action)
 
     def _turn_over(self, action: Action) -> None:
-        """Hold the activations that an action writes, and then no longer those that it frees."""
+        """Allocate the activations that an action writes, then drop those that it frees.
+
+        Only kinds of activations that take memory of the device are allocated, and only if they are not held yet."""
         held = HELD | OF_SLICES if action.micro_batch in self._step.neighbours else HELD
         for buffer in action.writes:
             if buffer.kind in held and buffer not in self._held:
@@ -247,10 +266,11 @@ class _SleepingCompute:
         self._drop(action)
 
     def _new(self, buffer: Buffer, m: int | None = None) -> Tensor:
-        """Memory of an activation's size.
+        """Return a new tensor of ones that is as large as the activation in ``buffer``.
 
         Args:
-            m: the micro-batch, where the buffer does not say so.
+            buffer: buffer of the activation.
+            m: micro-batch; None if the buffer names it.
         """
         m = buffer.at[0] if m is None or buffer.kind in OF_SLICES else m
         size = self._workload.keys_bytes if buffer.kind in OF_SLICES else self._workload.activation_bytes
@@ -260,34 +280,45 @@ class _SleepingCompute:
         return torch.ones(max(1, int(size * self._workload.tokens(m)) // 4 // self._step.ranks_of(m)))
 
     def _drop(self, action: Action) -> None:
-        held = [*self._held.values()]  # at one go: lanes of transfers change it meanwhile
+        """Raise ``most_bytes`` to the bytes that are held now, then drop the activations that an action frees."""
+        held = [*self._held.values()]  # copied at once, because lanes of transfers change the dict meanwhile
         self.most_bytes = max(self.most_bytes, sum(tensor.nbytes for tensor in held))
         for buffer in action.frees:
             if buffer.kind not in STAYING:
                 self._held.pop(buffer, None)
 
     def keys(self, action: Action, frame: Frame) -> None:
+        """Allocate keys and values of a micro-batch for all ranks of its group, and sleep for this rank's share."""
         m = action.micro_batch
         self._held[action.writes[0]] = self._all_keys(m)
         self._sleeper.compute(self._workload.keys_s(m) / self._step.ranks_of(m))
 
     def keys_together(self, action: Action, frame: Frame) -> None:
+        """Run a COLLECTIVE: gather keys and values of a micro-batch in its group, or reduce-scatter their gradients.
+
+        Gathered values are not used."""
         whole = self._held.setdefault(action.reads[0], self._all_keys(action.micro_batch))
         share, every = whole[self._rank % len(whole)], whole.view(-1)
         gathers = action.collective == "all_gather"
         frame.transport.together(action, [(share, every) if gathers else (every, torch.empty_like(share))])
 
     def keys_backward(self, action: Action, frame: Frame) -> None:
-        m = action.micro_batch  # once more, and the gradients of its input and its weights
+        """Sleep for the backward pass of a micro-batch's keys and values, and drop what the action frees."""
+        m = action.micro_batch  # keys and values again, and gradients of their input and weights
         self._sleeper.compute(3 * self._workload.keys_s(m) / self._step.ranks_of(m))
         self._drop(action)
 
     def _all_keys(self, m: int) -> Tensor:
+        """Return a new tensor for keys and values of micro-batch ``m``, for its group: (ranks, elements per rank)."""
         ranks = self._step.ranks_of(m)
         return torch.ones(ranks, max(1, int(self._workload.keys_bytes * self._workload.tokens(m)) // 4 // ranks))
 
     def offload(self, action: Action, frame: Frame) -> None:
-        """Pass the link to the host. What waits there is no memory of the device, and so none of this process."""
+        """Run an OFFLOAD or RELOAD action: sleep while the activations pass the link between device and host.
+
+        Then the device's activations that the action writes are allocated, and those that it frees are dropped.
+        Activations in the host's memory are not allocated, because they take no memory of the device. The handler
+        ``reload`` is this function."""
         if self._workload.host_s:
             with self._sleeper.busy("HOST"):
                 time.sleep(self._workload.host_s * self._workload.tokens(action.micro_batch))
@@ -300,12 +331,12 @@ class _SleepingCompute:
 
 
 def _row(action: Action) -> str:
-    """The row that a transfer's time counts in: on its lane, and apart from computing where both have the same one."""
+    """Return the name under which a transfer's busy time counts: its lane, or TRANSFER in the compute lane."""
     return "TRANSFER" if action.lane is Lane.COMPUTE else action.lane.value
 
 
 def _noted(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation of a transport that notes how long its lane is in it."""
+    """Wrap a method of a transport so that its duration is added to the busy time of the action's lane."""
 
     def run(self: _MeasuredTransport, action: Action, *others: Any) -> Any:
         with self.busy(_row(action)):
@@ -315,14 +346,14 @@ def _noted(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _MeasuredTransport(Transport):
-    """Notes how long every lane was in its operations."""
+    """Transport that records for how long every lane runs its operations."""
 
     def __init__(self, *schedules: Any, busy: BusyTime, **settings: Any) -> None:
-        self.busy = busy  # the warm-up runs operations, too
+        self.busy = busy  # before super(): its warm-up runs operations
         super().__init__(*schedules, **settings)
 
     def sleep_inside(self, link: HostLink) -> None:
-        """What passes inside a node sleeps from now on. Before anything has begun."""
+        """Make collectives inside a node sleep for their time on ``link``. Call it before any transfer has begun."""
         self.ahead = SleptInside(self.topology, self.rank, self._groups, link=link, strict=self.strict)
 
     collective = _noted(Transport.collective)
@@ -333,8 +364,14 @@ class _MeasuredTransport(Transport):
 
 
 class _Replayed:
-    """Updates after which weights are those of the next step of a run that was recorded, to its end and back again, so
-    that they change as they did there. Every unit has others of them.
+    """Optimizers that overwrite the weights with recorded ones after every update.
+
+    So weights change from step to step as they did in the recorded run. Steps of the recording are used to its end,
+    then backward to its beginning, and so on. Every unit and rank begins at another position of the recorded weights.
+
+    Args:
+        updates: optimizers that run first, for their time.
+        path: file of the recording.
     """
 
     def __init__(self, storage: Storage, updates: Optimizers, path: str, rank: int) -> None:
@@ -350,6 +387,7 @@ class _Replayed:
         self._bring(unit)
 
     def _bring(self, unit: int) -> None:
+        """Copy the next recorded step of a run into the master weights of ``unit``."""
         last, master = len(self._weights) - 1, self._storage.master[unit]
         at = self._steps[unit] % (2 * last)
         of_step = self._weights[min(at, 2 * last - at)]
@@ -362,7 +400,7 @@ class _Replayed:
 
 
 class _NoOptimizer:
-    """An optimizer for workloads that leave the optimizer's arithmetic out."""
+    """Optimizer that does nothing, for workloads without an update."""
 
     def __init__(self, storage: Storage) -> None:
         self.pieces = {unit: pieces for unit, pieces in storage.pieces.items() if unit in storage.gradient}

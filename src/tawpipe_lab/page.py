@@ -1,4 +1,4 @@
-"""Rows of a comparison as a page."""
+"""HTML page of a comparison."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from tawpipe_lab.table import cells_of, describe, order_of, table_of, title
 def compare_page(
     name: str, environment: dict[str, Any], rows: list[dict[str, Any]], recordings: Path | None = None
 ) -> str:
-    """The HTML of every cell with its table, its seconds, bytes and memory; and timelines of the recorded steps.
+    """Return the HTML page of a comparison: per cell a table and figures of seconds, bytes and memory, then timelines.
 
     Args:
-        recordings: a folder with one folder of a recorded step for every strategy, or None.
+        name: name of the suite.
+        environment: date, command and machine of the run, as in ``results.json``.
+        rows: rows of ``results.json``.
+        recordings: folder with one subfolder per recorded step, each drawn as a timeline; None for no timelines.
     """
     sections = [*_overview(rows)]
     for some in cells_of(rows).values():
@@ -31,7 +34,10 @@ def compare_page(
 
 
 def _overview(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """A section for all cells, where there are several: how far every strategy is from the physical bound."""
+    """Yield one section over all cells if there are several: share of the physical bound per strategy.
+
+    The share is the physical bound divided by the median seconds per step; 1 is the best possible.
+    """
     cells = list(cells_of(rows))
     if len(cells) < 2:
         return
@@ -48,6 +54,13 @@ def _overview(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
 
 
 def _cell(rows: list[dict[str, Any]]) -> Iterator[Section]:
+    """Yield the section of one cell: its table, and figures of seconds, bytes and peak memory.
+
+    Without any row that has measurements, the section holds the table only.
+
+    Args:
+        rows: rows of the cell in the order of the table.
+    """
     good = [row for row in rows if "seconds_per_step" in row]
     table = Table(*table_of(rows), marked=[0] if good and good[0] is rows[0] else [])
     heading = title(rows[0]["cell"])

@@ -1,7 +1,7 @@
-"""The real workload as modules: a Llama of transformers in parts, its batches, loss and optimizer.
+"""Modules of the real workload: parts of a Llama of transformers, its batches, loss and optimizer.
 
-The modules are transformers' own and are called as its model calls them, so the parts together compute what the
-whole model does.
+The modules are transformers' own and are called as its model calls them, so that the parts together compute what the
+whole model computes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tawpipe.schedule.spec import ModelSpec
 from tawpipe_lab.workload import RealWorkload
 
 ATTENTION: dict[str, Any] = {"attn_implementation": "sdpa"}
-"""The one that is causal where it is given no mask."""
+"""Attention implementation that is causal if it gets no mask."""
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 WEIGHT_DECAY = 0.1
 """Weight decay of matrices; vectors have none."""
 
 
 def make_model(workload: RealWorkload) -> LlamaForCausalLM:
-    """The whole model, with the same values in every process."""
+    """Build the whole model with random weights that depend only on the workload's seed, equal in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
         return LlamaForCausalLM(_config(workload))
@@ -39,13 +39,16 @@ def make_model(workload: RealWorkload) -> LlamaForCausalLM:
 
 @lru_cache(maxsize=4)
 def real_model_spec(workload: RealWorkload) -> ModelSpec:
-    """The model as builders of schedules see it."""
+    """Return the sizes of a real workload's blocks and units, for schedule builders. Results are cached.
+
+    The model is built on the meta device, without memory for weights."""
     with torch.device("meta"):
         model = LlamaForCausalLM(_config(workload))
     return Chain(model).spec
 
 
 def _config(workload: RealWorkload) -> LlamaConfig:
+    """Return the transformers configuration of a real workload."""
     return LlamaConfig(
         vocab_size=workload.vocabulary,
         hidden_size=workload.hidden_size,
@@ -63,17 +66,17 @@ def _config(workload: RealWorkload) -> LlamaConfig:
 
 
 def random_tokens(workload: RealWorkload, step: int, micro_batches: Iterable[int]) -> Tensor:
-    """[micro-batches, S] int64, a function of seed, step and the micro-batch's number.
+    """Return random tokens (micro-batches, sequence length) as int64, a function of seed, step and micro-batch number.
 
-    Small numbers are more frequent, the density falls with the power -2/3, so that there is something to learn and the
-    loss of a step says whether the steps before it have changed the weights as they should.
+    Small token numbers are more frequent: the density falls with the power -2/3. So there is something to learn, and
+    the loss of a step shows whether the steps before it changed the weights correctly.
     """
     rows = [np.random.default_rng([workload.seed, step, m]).random(workload.sequence_length) for m in micro_batches]
     return torch.from_numpy((np.stack(rows) ** 3 * workload.vocabulary).astype(np.int64))
 
 
 class RealTask:
-    """The real workload for rivals, see ``TimedTask``. Its parts are embedding, layers and head."""
+    """Real workload for rivals, see ``TimedTask``; its parts are embedding, layers and head."""
 
     sleeper = None
     has_loss = True
@@ -98,7 +101,10 @@ class RealTask:
         )
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs [micro-batches, S], and as targets what follows each of them, with nothing for the last one."""
+        """Return inputs (micro-batches, sequence length) and targets, the next tokens.
+
+        The last token of a row has the target ``IGNORE``.
+        """
         tokens = random_tokens(self.workload, step, micro_batches)
         return tokens, F.pad(tokens[:, 1:], (0, 1), value=IGNORE)
 
@@ -117,7 +123,7 @@ class RealTask:
 
 
 class _Head(nn.Module):
-    """The final norm and the projection to the vocabulary: [b, S, H] -> [b, S, V]."""
+    """Final norm and projection to the vocabulary: (batch, sequence, hidden) -> (batch, sequence, vocabulary)."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__()
@@ -128,11 +134,13 @@ class _Head(nn.Module):
 
 
 class RealChain(nn.Module):
-    """Consecutive parts of the model.
+    """Consecutive parts of the model as one module.
 
     Args:
-        embedding: None where the input is hidden states [b, S, H] instead of tokens [b, S].
-        head: None where the output is hidden states instead of logits [b, S, V].
+        embedding: embedding; None if the input is hidden states (batch, sequence, hidden) instead of tokens (batch,
+            sequence).
+        layers: decoder layers.
+        head: head; None if the output is hidden states instead of logits (batch, sequence, vocabulary).
     """
 
     def __init__(

@@ -1,13 +1,15 @@
-"""Laps in the lab: passes that sleep for as long as their stages compute, and real messages between the stages.
+"""Serving in the lab: passes that sleep while their stages compute, with real messages between the stages.
 
-A step is ``laps`` laps in which every group has a token for each of its slots, then prompts of ``chunks`` chunks, one
-behind the other, as many as there are groups: there is a chunk on each pass of these laps. What is measured besides the
-step is the time from token to token, and the mean of that from the begin of a prompt's first chunk until the token
-behind the last one is back.
+A step begins with ``laps`` decode steps, in which every group computes one token for each of its slots. ``chunks`` more
+decode steps follow, in which every pass also carries one chunk of a prompt: as many prompts as groups, one after the
+other, each of ``chunks`` chunks. In addition to the step, two times are measured: from token to token, and the mean
+from the begin of a prompt's first chunk until the token after its last chunk is back.
 
-* ``laps``: as many groups as make stages and links busy, see ``groups_of``;
-* ``laps-as-stages``: as many as stages, as pipelines for serving have;
-* ``laps-one-group``: all slots of a cell's groups pass one after the other, as where layers are shared out by hand.
+Rows differ in the number of groups:
+
+* ``laps``: as many groups as keep stages and links busy, see ``groups_of``.
+* ``laps-as-stages``: as many groups as stages, as pipelines for serving have.
+* ``laps-one-group``: one group, so that one stage computes at a time, as if layers were placed on devices by hand.
 """
 
 from __future__ import annotations
@@ -46,13 +48,14 @@ from tawpipe_lab.workload import ServingWorkload, Workload
 
 ROWS = ("laps", "laps-as-stages", "laps-one-group")
 NEARLY = 0.97
-"""Of the most tokens per second: the last group costs all others time and gains next to nothing."""
+"""Share of the largest tokens per second that ``groups_of`` asks for. One more group would slow down all groups and
+gain almost nothing."""
 HEADER = 2
-"""Bytes in front of a pass: whether it is the last, whether it has a chunk."""
+"""Bytes of the header of a pass: one that says if the pass is the last, and one that says if it has a chunk."""
 
 
 def serving_model(workload: ServingWorkload) -> ModelSpec:
-    """The workload as a builder sees it: layers of next to no weights between two ends without."""
+    """Return the blocks and units of a workload for schedule builders: tiny layers, and two ends without weights."""
     layers = [BlockSpec((layer,), "layer") for layer in range(workload.layers)]
     units = tuple(UnitSpec(8, False, (layer + 1,)) for layer in range(workload.layers))
     return ModelSpec((BlockSpec((), "embedding", False, False), *layers, BlockSpec((), "head")), units)
@@ -61,10 +64,14 @@ def serving_model(workload: ServingWorkload) -> ModelSpec:
 def planned(
     workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int, *, hand_s: float = HAND_S
 ) -> ServeWay:
-    """The way to serve that a plan would know of, with the costs of the workload.
+    """Return the layout of a serving plan with ``groups`` groups and the workload's costs; it predicts the times.
 
     Args:
-        hand_s: of a hop besides the link's; 0 for the formula alone.
+        workload: the workload.
+        topology: ranks and nodes.
+        between: link between nodes.
+        groups: number of groups.
+        hand_s: seconds of a hop between stages in addition to the link's; 0 for the formula alone.
     """
     usual, most = workload.forward_s, workload.slots + workload.chunk
     layer = PassCost(((0.0, usual), (workload.slots, usual), (most, usual + workload.chunk_s)))
@@ -78,7 +85,10 @@ def planned(
 
 
 def groups_of(name: str, workload: ServingWorkload, topology: Topology, between: LinkModel) -> int:
-    """The number of groups of a row: of ``laps`` the least that brings ``NEARLY`` all the tokens that stages can."""
+    """Return the number of groups of a row.
+
+    For ``laps`` it is the smallest number that reaches ``NEARLY`` the tokens per second that stages and links allow.
+    """
     if name != "laps":
         return topology.world_size if name == "laps-as-stages" else 1
     way = planned(workload, topology, between, 1)
@@ -87,14 +97,16 @@ def groups_of(name: str, workload: ServingWorkload, topology: Topology, between:
 
 
 def serving_knobs(name: str, workload: Workload, topology: Topology, between: LinkModel) -> dict[str, Any]:
-    """What a row is given besides its own knobs: the number of groups, for which every rank would need the links."""
+    """Return the number of groups of a row as the knob ``groups``; ``{}`` if the row or the workload does not serve.
+
+    The launcher computes it once, because it depends on measured links."""
     if name not in ROWS or not isinstance(workload, ServingWorkload):
         return {}
     return {"groups": groups_of(name, workload, topology, between)}
 
 
 def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int) -> Bounds:
-    """Bounds on a step of one row."""
+    """Return lower bounds of the seconds of a step, and the bytes on links, of a row with ``groups`` groups."""
     way, laps = planned(workload, topology, between, groups, hand_s=0.0), workload.laps + workload.chunks
     held, (messages, _) = way.stage_seconds(), way.hops()
     tokens = groups * (laps * workload.slots + workload.chunks * workload.chunk)
@@ -116,7 +128,11 @@ def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkM
 
 
 class LapContender(Contender):
-    """Laps of a timed workload."""
+    """Contender that runs the decode steps of a serving workload.
+
+    Raises:
+        UserError: the workload is of another kind, or the knobs are not exactly ``groups``.
+    """
 
     origin = "ours"
     sleeper: Sleeper
@@ -145,14 +161,16 @@ class LapContender(Contender):
 
     @property
     def token_s(self) -> float:
-        """Seconds from token to token in the last step; on the first rank."""
+        """Mean seconds from one token of a group to its next in the last step; 0.0 on all ranks but the first.
+
+        The first decode step, and those with chunks of prompts, are not counted."""
         groups, laps = self.knobs["groups"], self._workload.laps
-        times = self._compute.began[groups : groups * laps : groups]  # the first lap fills the stages
+        times = self._compute.began[groups : groups * laps : groups]  # skip the first decode step
         return (times[-1] - times[0]) / (len(times) - 1) if times else 0.0
 
     @property
     def first_s(self) -> float:
-        """Seconds of a prompt in the last step, the mean; on the first rank."""
+        """Mean seconds from the begin of a prompt to its first token in the last step; 0.0 except on the first rank."""
         chunks, begin = self._workload.chunks, self.knobs["groups"] * self._workload.laps
         end = begin + self.knobs["groups"] * chunks
         if not self._compute.began:
@@ -165,22 +183,25 @@ class LapContender(Contender):
 
 
 class _SleepingPasses:
-    """Takes the seconds of the workload, and sends messages of its sizes."""
+    """Handlers of the actions of a pass, which sleep for the workload's seconds and send messages of its sizes."""
 
     def __init__(self, workload: ServingWorkload, world: int, sleeper: Sleeper) -> None:
         self._workload, self._alone, self._sleeper = workload, world == 1, sleeper
         self.began: list[float] = []
-        """When each pass began, on the first rank."""
+        """Times at which passes began, on the first rank."""
         self.back: list[float] = []
-        """When what was drawn behind each was back."""
+        """Times at which the tokens of each pass arrived back on the first rank."""
         self._held: dict[Buffer, bytes] = {}
         self._sent, self._room = cache(self._message), cache(self._room_of)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Forget all times and messages of the step before."""
         self.began, self.back, self._held = [], [], {}
 
     def forward(self, action: Action, frame: Frame[LapInput]) -> None:
+        """Sleep for one block of a pass, and store the header for the next block; the first block writes the header.
+
+        The first block also notes the time, and marks the step as ended after its last decode step."""
         work, group, block, given = self._workload, action.micro_batch, action.block, frame.given
         if block == 0:
             self.began.append(time.perf_counter())
@@ -197,9 +218,13 @@ class _SleepingPasses:
             self.back.append(time.perf_counter())
 
     def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
+        """Set ``frame.given.last`` to True if the header of a received pass says that it is the last."""
         frame.given.last |= bool(self._held[action.reads[0]][0])
 
     def travel(self, action: Action, frame: Frame[LapInput]) -> None:
+        """Run an EXCHANGE: send messages of full size, and store the headers of the received ones.
+
+        The first rank also notes the times at which tokens arrive."""
         sent = (transfer.buffer for transfer in action.transfers if transfer.send)
         messages = {buffer: self._sent(buffer.kind, self._held.pop(buffer)) for buffer in sent}
         for buffer in frame.transport.exchange(action, messages):
@@ -208,18 +233,23 @@ class _SleepingPasses:
                 self.back.append(time.perf_counter())
 
     def room_for(self, action: Action, frame: Frame[LapInput]) -> dict[Buffer, Tensor]:
+        """Return the tensors that receive the messages of an action, by buffer; reused in every decode step."""
         return {buffer: self._room(buffer)[1] for buffer in action.writes}
 
     def _room_of(self, buffer: Buffer) -> tuple[bytearray, Tensor]:
-        """For what comes; also to be read without torch, whose code is cold after every sleep."""
+        """Return memory for messages into ``buffer``, as a bytearray and as a tensor over it.
+
+        Headers are read from the bytearray, because torch is slow in its first call after a sleep.
+        """
         room = bytearray(self._bytes(buffer.kind, b"\0\1"))
         return room, torch.frombuffer(room, dtype=torch.uint8)
 
     def _message(self, kind: Kind, header: bytes) -> Tensor:
-        """What is in it, beside the header, is nothing."""
+        """Return a message with this header and zeros, of the size of a pass or of drawn tokens."""
         return torch.frombuffer(bytearray(header.ljust(self._bytes(kind, header))), dtype=torch.uint8)
 
     def _bytes(self, kind: Kind, header: bytes) -> int:
+        """Return the bytes of a message: drawn tokens, or activations of the slots and of a chunk if there is one."""
         work, (last, chunk) = self._workload, header
         if kind is Kind.IDS or last:
             return HEADER + work.slots * ID_BYTES

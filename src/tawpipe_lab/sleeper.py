@@ -1,8 +1,8 @@
-"""The device that computes by sleeping, at a pace that may be disturbed.
+"""Device that computes by sleeping, with slow spells if asked for.
 
-A disturbance slows every node for spells, each node by itself: a neighbour's job on the same machine, a hot device, a
-page cache that fills. It is a function of seed, node, step and time since the step began, so that every strategy meets
-the same one.
+Slow spells stand for a neighbour's job on the same machine, a hot device, or a page cache that fills. Each node has its
+own. They are a function of seed, node, step and time since the step began, so that every strategy is slowed down at the
+same times.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from dataclasses import dataclass
 from tawpipe.errors import UserError
 
 SLICE_S = 0.005
-"""Seconds for which one lane has a link before another lane has its turn."""
+"""Seconds for which one lane uses a link before another lane takes its turn."""
 MOST_OVERSLEPT_S = 5e-4
-"""By which the next sleep is shorter at most: timers wake 0.1 to 0.2 ms late, a busy machine later, which stays."""
+"""Most seconds by which the next sleep is shortened because the last one ended late. Timers wake 0.1 to 0.2 ms late. A
+busy machine wakes later, and that delay remains."""
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """A disturbance of the nodes.
+    """Slow spells of the nodes.
 
     Args:
-        factor: computing takes so many times as long in a spell.
-        share: of the time that a node spends in spells, 0 to 1.
-        spell_s: mean length of a spell, exponentially distributed, as the time between spells is.
-        seed: of the random numbers.
+        factor: factor by which computing takes longer in a slow spell.
+        share: share of the time that a node spends in slow spells, between 0 and 1.
+        spell_s: mean seconds of a slow spell. Lengths of spells and of the times between are exponentially distributed.
+        seed: seed of the random numbers.
 
     Raises:
-        UserError: a factor below 1, a share that is not between 0 and 1, or no length.
+        UserError: a factor below 1, a share that is not between 0 and 1, or a length that is not above 0.
     """
 
     factor: float = 2.0
@@ -52,12 +53,13 @@ class Slowdown:
 
 
 class Pace:
-    """The speed at which one node computes in the course of a step.
+    """Speed at which one node computes in the course of a step.
 
     Args:
-        slowdown: None for always at full speed.
-        node: whose pace this is; nodes are disturbed independently.
-        speed: its full speed; 0.5 for a device that takes twice the seconds of the workload.
+        slowdown: slow spells; None for none.
+        node: number of the node; nodes have independent spells.
+        speed: speed of the device outside of slow spells; 0.5 for a device that takes twice the seconds of the
+            workload.
     """
 
     def __init__(self, slowdown: Slowdown | None = None, node: int = 0, speed: float = 1.0) -> None:
@@ -67,7 +69,7 @@ class Pace:
         self._slow_first, self._begin = False, 0.0
 
     def begin(self, step: int) -> None:
-        """Step ``step`` begins now. The same number means the same disturbance."""
+        """Note that step ``step`` begins now, and draw its slow spells; equal numbers give equal spells."""
         self._begin = time.perf_counter()
         self._borders = []
         if self._slowdown is not None:
@@ -75,10 +77,13 @@ class Pace:
             self._slow_first = self._random.random() < self._slowdown.share
 
     def seconds(self, work: float, since: float | None = None) -> float:
-        """Seconds that ``work`` seconds at full speed take.
+        """Return the real seconds that ``work`` seconds of computing take with slow spells; does not sleep.
+
+        ``speed`` is not applied.
 
         Args:
-            since: seconds after the begin of the step; None for now.
+            work: seconds without slow spells.
+            since: start of the computation, in seconds after the begin of the step; None for now.
         """
         if self._slowdown is None:
             return work
@@ -97,10 +102,11 @@ class Pace:
         return now - begin
 
     def _is_slow(self, piece: int) -> bool:
+        """Return True if period ``piece`` of the step is a slow spell; periods alternate."""
         return (piece % 2 == 0) == self._slow_first
 
     def _border(self, piece: int) -> float:
-        """The end of piece ``piece`` of the step's time."""
+        """Return the end of period ``piece`` of the step, in seconds after its begin; draws periods as needed."""
         assert self._slowdown is not None
         while len(self._borders) <= piece:
             slow = self._is_slow(len(self._borders))
@@ -111,13 +117,14 @@ class Pace:
 
 
 class BusyTime:
-    """Seconds that lanes were busy. Each lane is written by one thread."""
+    """Seconds for which lanes were busy. Only one thread may record a given lane."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, lane: str) -> Iterator[None]:
+        """Return a context whose duration is added to the busy seconds of ``lane``."""
         begin = time.perf_counter()
         try:
             yield
@@ -125,26 +132,39 @@ class BusyTime:
             self._seconds[lane] = self._seconds.get(lane, 0.0) + time.perf_counter() - begin
 
     def take(self) -> dict[str, float]:
-        """Seconds by lane since the last call. Only between steps, when no lane runs."""
+        """Return the busy seconds by lane since the last call, and reset them.
+
+        Call it between steps, when no lane runs.
+        """
         taken, self._seconds = self._seconds, {}
         return taken
 
 
 class HostLink:
-    """The link between a device and homes in its host's memory, which passes by sleeping. What several lanes pass at
-    one time shares it, each way, slice by slice.
+    """Link that passes bytes by sleeping, between a device and homes in the memory of its host.
+
+    Lanes that use it at one time share it, in each direction, in slices of ``SLICE_S`` seconds.
 
     Args:
-        bytes_per_s: each way.
+        bytes_per_s: rate in each direction.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s, self._lock = bytes_per_s, threading.Lock()
         self._free = {"up": 0.0, "down": 0.0}
-        """When each way is free, on the clock of ``time.perf_counter``."""
+        """Direction -> time from which it is free, on the clock of ``time.perf_counter``."""
 
     def carry(self, since: float, *, up: float, down: float) -> None:
-        """Wait until so many bytes have passed up and down, beginning at ``since``."""
+        """Sleep until ``up`` and ``down`` bytes have passed the link, behind the bytes of other lanes that use it.
+
+        The two directions pass at one time. A large transfer is cut into slices, between which other lanes take their
+        turn.
+
+        Args:
+            since: start of the transfer, on the clock of ``time.perf_counter``.
+            up: bytes in one direction.
+            down: bytes in the other direction.
+        """
         seconds = {"up": up / self._bytes_per_s, "down": down / self._bytes_per_s}
         slices = max(1, math.ceil(max(seconds.values()) / SLICE_S))
         for _ in range(slices):
@@ -156,14 +176,15 @@ class HostLink:
 
 
 class Sleeper:
-    """Computes by sleeping.
+    """Stand-in for a device that sleeps instead of computing.
 
     Attributes:
-        asked_s: the seconds that it was told to compute, since it was made. What it took is lane COMPUTE of ``busy``.
-        delay_s: the seconds that disturbances have added to that.
-        first_s, last_s: on the clock of ``time.perf_counter``, when it began to compute first since ``forget``, and
-            when it last ended; nan if it did not.
-        pace: at which it computes; the harness sets it.
+        asked_s: seconds of computing that were asked for since it was made, at the device's full speed. The seconds
+            that it really took are lane COMPUTE of ``busy``.
+        delay_s: seconds that slow spells have added to ``asked_s``.
+        first_s, last_s: begin of the first computation since ``forget`` and end of the last one, on the clock of
+            ``time.perf_counter``; nan before the first one.
+        pace: speed at which it computes; the worker sets it.
     """
 
     def __init__(self, busy: BusyTime) -> None:
@@ -172,14 +193,15 @@ class Sleeper:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: the next computation is the first."""
+        """Reset ``first_s`` and ``last_s``, so that the next computation is the first."""
         self.first_s = self.last_s = math.nan
 
     @contextmanager
     def computing(self, seconds: float) -> Iterator[None]:
-        """A context that takes ``seconds`` at full speed; what the process does in it for what is computed, as a device
-        would meanwhile, is part of these.
-        """
+        """Make the context last as long as the device computes ``seconds`` of the workload, by sleeping at its end.
+
+        Speed of the device and slow spells are applied to ``seconds``. The time that the body of the context takes is
+        part of them. If a sleep ends late, the next one is shorter. The attributes count the seconds."""
         seconds /= self.pace.speed
         needed = self.pace.seconds(seconds)
         self.asked_s += seconds
@@ -195,5 +217,6 @@ class Sleeper:
         self._overslept_s = min(self.last_s - begin - needed, MOST_OVERSLEPT_S)
 
     def compute(self, seconds: float) -> None:
+        """Sleep as long as the device computes ``seconds`` of the workload; see ``computing``."""
         with self.computing(seconds):
             pass

@@ -12,8 +12,8 @@ strategies:
   - {strategy: fsdp2, knobs: {micro_batches_per_gather: 2}}
   - {strategy: tawpipe-spread, knobs: {micro_batches_per_visit: 2}}
 
-A workload with ``kind: real`` is a model instead of sizes and seconds, see `tawpipe_lab.workload`. A timed one with
-``mix: {model: nemotron, tick_s: 0.00001}`` in the place of seconds has the layers of `tawpipe_lab.mixes`.
+A workload with ``kind: real`` is a model instead of sizes and seconds, see `tawpipe_lab.workload`. A timed workload
+with ``mix: {model: nemotron, tick_s: 0.00001}`` instead of seconds takes the layers of `tawpipe_lab.mixes`.
 """
 
 from __future__ import annotations
@@ -37,23 +37,34 @@ from tawpipe_lab.sleeper import Slowdown
 from tawpipe_lab.workload import KINDS, RealWorkload, Workload, spell_out, with_found
 
 PARTS = ("forward", "backward_input", "backward_weight")
-"""Of a block's times."""
+"""Fields of ``BlockTimes`` that a mix turns into seconds."""
 MOST = 1024
-"""Nodes of a cell, processes of a node and steps in a row: more would fill the memory before anything is measured."""
+"""Largest number of nodes in a cell, of processes in a node, and of steps in a row. Beyond it memory would be full
+before anything is measured."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting: a cluster and a workload.
+    """One setting of a suite: a cluster and a workload.
 
     Args:
-        rate: of the links between nodes, as ``tawpipe lab up`` takes it.
-        latency: of a message between nodes, as ``tawpipe lab up`` takes it; None for what the machine takes.
-        slow: how nodes are slowed down now and then; None for not at all. Only computation that sleeps can be slowed.
-        speeds: of all devices, the fastest 1, see ``ScheduleSettings.device_speeds``; empty where they are alike.
-        steps_in_a_row: how many steps follow each other before what is under way is awaited; a result is of one of
-            them, in the mean. Rows of others, and what really computes, await every step.
-        strategies: in the place of the suite's, where there are some; results have them in their rows.
+        name: name of the cell, unique in its suite.
+        nodes: number of nodes.
+        local: number of processes in each node.
+        rate: rate of the links between nodes, as ``tawpipe lab up --rate`` takes it.
+        workload: the work of one step.
+        latency: latency of a message between nodes, as ``tawpipe lab up --latency`` takes it; None for no added
+            latency.
+        slow: slow spells of the nodes; None for none. Only computing that sleeps can be slowed down.
+        speeds: speeds of all devices, the fastest being 1, see ``ScheduleSettings.device_speeds``; empty if all are
+            equal.
+        steps_in_a_row: number of steps that run before actions in flight are awaited. Results are means per step.
+            Rivals and the real workload wait after every step.
+        strategies: strategies of this cell instead of the suite's; empty for the suite's. Results do not list them as
+            settings of the cell.
+
+    Raises:
+        UserError: a number is out of range, or speeds do not fit the devices or the workload.
     """
 
     name: str
@@ -77,14 +88,18 @@ class Cell:
 
     @property
     def device_speeds(self) -> tuple[float, ...]:
-        """The speeds as numbers; empty where they are alike.
+        """Speeds of all devices as numbers; empty if all are equal.
 
         Raises:
-            UserError: not one for every device.
+            UserError: the number of speeds is not the number of devices.
         """
         return speeds_of(ScheduleSettings(device_speeds=self.speeds), Topology.grid(self.nodes, self.local))
 
     def spelled_out(self) -> dict[str, Any]:
+        """Return all settings but ``strategies`` as plain data.
+
+        ``speeds`` and ``steps_in_a_row`` are left out at their defaults.
+        """
         spelled = {**asdict(replace(self, strategies=())), "workload": spell_out(self.workload)}
         left_out = {"strategies": True, "speeds": not self.speeds, "steps_in_a_row": self.steps_in_a_row == 1}
         return {name: value for name, value in spelled.items() if not left_out.get(name)}
@@ -92,10 +107,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Entry:
-    """One strategy with its knobs.
+    """One strategy to measure, with its knobs.
 
     Args:
-        searched: more of them, which a search gave.
+        strategy: name of the row.
+        knobs: knobs from the suite.
+        searched: further knobs that a search has found.
     """
 
     strategy: str
@@ -104,23 +121,28 @@ class Entry:
 
     @property
     def all_knobs(self) -> dict[str, Any]:
+        """Knobs of the suite together with those that a search has found, see ``with_found``."""
         return with_found(self.knobs, self.searched)
 
     @property
     def label(self) -> str:
+        """Name of the strategy with its knobs from the suite, for tables."""
         knobs = ", ".join(f"{name} {value}" for name, value in self.knobs.items())
         return f"{self.strategy} ({knobs})" if knobs else self.strategy
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The job of ``tawpipe lab compare``.
+    """Job of ``tawpipe lab compare``: strategies and the cells in which they are measured.
 
     Args:
-        samples: measured steps of every strategy in every cell.
-        warmup: steps before them.
-        memory: measure peak memory, every strategy in a launch of its own.
-        alone: measure everything in launches of their own; for strategies that do not fit beside one another.
+        name: name of the suite, which results repeat.
+        cells: settings in which strategies are measured.
+        strategies: strategies of all cells that have none of their own.
+        samples: number of measured steps of every strategy in every cell.
+        warmup: number of steps before them that are not measured.
+        memory: measure peak memory, with each strategy in a separate launch.
+        alone: measure each strategy in a separate launch, for strategies that do not fit into memory together.
     """
 
     name: str
@@ -132,10 +154,15 @@ class Suite:
     alone: bool = False
 
     def only(self, names: list[str]) -> Suite:
-        """The suite with the named strategies or cells alone.
+        """Return a copy of the suite with only the named strategies and cells.
+
+        If no strategy is named, all strategies stay; if no cell is named, all cells that keep a strategy stay.
+
+        Args:
+            names: names of strategies and of cells.
 
         Raises:
-            UserError: a name that is neither, or nothing that is both.
+            UserError: a name is neither a strategy nor a cell, or no named cell has a named strategy.
         """
         entries = [*self.strategies, *(entry for cell in self.cells for entry in cell.strategies)]
         known = {entry.strategy for entry in entries} | {cell.name for cell in self.cells}
@@ -159,16 +186,16 @@ class Suite:
 
 
 def shipped_suites() -> list[str]:
-    """Names of the suites that come with the package."""
+    """Return the names of the suites in this package, sorted."""
     folder = resources.files("tawpipe_lab") / "suites"
     return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
 
 
 def load_suite(name: str) -> Suite:
-    """A suite by its name or from a file.
+    """Load a suite from this package by its name, or from a YAML file by its path.
 
     Raises:
-        UserError: there is none, or it is not of the form that the module's head shows.
+        UserError: there is no such suite or file, or its content has not the form that the module docstring shows.
     """
     if name in shipped_suites():
         text = (resources.files("tawpipe_lab") / "suites" / f"{name}.yaml").read_text(encoding="utf-8")
@@ -184,7 +211,11 @@ def load_suite(name: str) -> Suite:
 
 
 def read_suite(values: Any) -> Suite:
-    """The suite that the content of a YAML file describes."""
+    """Build the suite that the parsed content of a YAML file describes.
+
+    Raises:
+        UserError: a key is unknown or missing, or a value is not valid.
+    """
     given = _known(Suite, values, "a suite")
     for name in ("cells", "strategies"):
         if not isinstance(given.get(name), list):
@@ -207,6 +238,15 @@ def read_suite(values: Any) -> Suite:
 
 
 def _read_workload(values: Any, what: str) -> Workload:
+    """Build a workload from its settings; the kind is ``timed`` if none is given, and a ``mix`` becomes seconds.
+
+    Args:
+        values: settings from the YAML file.
+        what: description of the workload, for error messages.
+
+    Raises:
+        UserError: there is no such kind, or the settings are not valid.
+    """
     given = dict(values) if isinstance(values, dict) else values
     kind = given.pop("kind", "timed") if isinstance(given, dict) else "timed"
     if not isinstance(kind, str) or kind not in KINDS:
@@ -218,14 +258,27 @@ def _read_workload(values: Any, what: str) -> Workload:
 
 @dataclass(frozen=True)
 class _Mix:
-    """The layers of a mix; a unit of its times in seconds."""
+    """Layers of a timed workload that are taken from a model of `tawpipe_lab.mixes`.
+
+    Args:
+        model: name of the model, a key of ``MIXES``.
+        tick_s: seconds of one unit of the model's times.
+    """
 
     model: str
     tick_s: float
 
 
 def _mixed(values: Any, layers: Any, what: str) -> dict[str, Any]:
-    """The settings of a timed workload that a mix says: seconds of every layer and of the ends."""
+    """Return the settings of a timed workload for a mix: kinds and pattern of its layers, and seconds.
+
+    There are seconds for each kind of layer and for both ends, and the mean seconds of all layers.
+
+    Args:
+        values: settings of ``_Mix``.
+        layers: number of layers.
+        what: description of the workload, for error messages.
+    """
     mix: _Mix = _make(_Mix, values, f"the mix of {what}")
     if mix.model not in MIXES or not isinstance(layers, int) or layers < 1:
         raise UserError("--suite", {"mix": mix.model, "layers": layers}, f"{', '.join(MIXES)}, and how many layers")
@@ -242,6 +295,13 @@ def _mixed(values: Any, layers: Any, what: str) -> dict[str, Any]:
 
 
 def _known(cls: type, values: Any, what: str) -> dict[str, Any]:
+    """Return ``values`` unchanged; raise UserError unless it is a dict whose keys are fields of the dataclass ``cls``.
+
+    Args:
+        cls: the dataclass.
+        values: settings from the YAML file.
+        what: description of the values, for error messages.
+    """
     names = [item.name for item in fields(cls)]
     if not isinstance(values, dict) or not set(values) <= set(names):
         wrong = sorted(map(str, set(values) - set(names))) if isinstance(values, dict) else values
@@ -250,6 +310,7 @@ def _known(cls: type, values: Any, what: str) -> dict[str, Any]:
 
 
 def _make(cls: Any, values: Any, what: str) -> Any:
+    """Build the dataclass ``cls`` from ``values``; raise UserError if a key is unknown or missing."""
     try:
         return cls(**_known(cls, values, what))
     except TypeError as error:

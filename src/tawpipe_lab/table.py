@@ -1,4 +1,4 @@
-"""Rows of a comparison as a Markdown table."""
+"""Markdown table of a comparison."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ COLUMNS = (
     "peak GiB (predicted)",
 )
 LOSS = "loss of the last step"
-"""A column more, where a real model was trained."""
+"""Header of the column that is added if a real model was trained."""
 HELD = "boundary activations held, of room for"
-"""A column more, where the memory of a device is limited."""
+"""Header of the column that is added if the memory of a device is limited."""
 DOCUMENTS = (
     "tokens/s",
     "s that the dealing alone takes",
@@ -34,17 +34,17 @@ DOCUMENTS = (
     "balanced is faster by (modelled)",
     "of that",
 )
-"""Columns more, where documents of uneven lengths were dealt."""
+"""Headers of the columns that are added for documents of uneven lengths."""
 SERVED = ("groups", "ms to the next token (predicted)", "s to the first (predicted)", "tokens/s", "of the formula")
-"""Columns more, where a model is served."""
+"""Headers of the columns that are added if a model is served."""
 
 
 MORE = {"real": (LOSS,), "lengths": DOCUMENTS, "serving": SERVED}
-"""Columns more, by kind of workload."""
+"""Kind of workload -> headers of its additional columns."""
 
 
 def cells_of(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows by the name of their cell, in their order."""
+    """Return the rows by the name of their cell, in their order."""
     cells: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         cells.setdefault(row["cell"]["name"], []).append(row)
@@ -52,7 +52,13 @@ def cells_of(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None:
-    """A table per cell, the fastest strategy first."""
+    """Write a Markdown file with one table per cell, the fastest strategy first.
+
+    Args:
+        name: name of the suite.
+        environment: date, command and machine of the run.
+        path: file to write.
+    """
     lines = [f"# {name}", "", f"{environment['date']}, `{environment['command']}`, {environment['machine']}", ""]
     for some in cells_of(rows).values():
         head, texts = table_of(some)
@@ -64,7 +70,7 @@ def write_table(name: str, environment: dict[str, Any], rows: list[dict[str, Any
 
 
 def table_of(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of a cell, the fastest strategy first."""
+    """Return the header of a cell's table, and its rows as texts, the fastest strategy first."""
     head = [*COLUMNS, *MORE.get(_kind(rows[0]), ())]
     head += [HELD] * any("held" in row for row in rows)
     balanced = next((row for row in rows if "tokens_per_second" in row and "balanced" in row["strategy"]), None)
@@ -72,7 +78,7 @@ def table_of(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def title(cell: dict[str, Any]) -> str:
-    """A cell's name and its cluster."""
+    """Return the title of a cell: its name, and its cluster as text."""
     latency = f", {late} of latency" if (late := cell.get("latency")) else ""
     speeds = f", devices of speeds {cell['speeds']}" if cell.get("speeds") else ""
     in_a_row = f", {many} steps in a row" if (many := cell.get("steps_in_a_row")) else ""
@@ -80,7 +86,7 @@ def title(cell: dict[str, Any]) -> str:
 
 
 def describe(row: dict[str, Any]) -> str:
-    """The workload of a row, and what its links carried, in words."""
+    """Return text about the workload of a row, and what its links carried if they were measured."""
     if "links" not in row:
         return _workload(row)
     links = Links.from_spelled_out(row["links"])
@@ -92,7 +98,7 @@ def _kind(row: dict[str, Any]) -> str:
 
 
 def _workload(row: dict[str, Any]) -> str:
-    """The settings of a row's workload that are not at their default."""
+    """Return text with the settings of a row's workload that are not at their defaults."""
     workload = {name: value for name, value in row["cell"]["workload"].items() if not isinstance(value, dict)}
     usual = {item.name: item.default for item in fields(KINDS[_kind(row)])} | {"kind": _kind(row)}
     given = [(name, value) for name, value in workload.items() if value != usual.get(name)]
@@ -102,7 +108,10 @@ def _workload(row: dict[str, Any]) -> str:
 
 
 def _disturbance_table(rows: list[dict[str, Any]]) -> list[str]:
-    """A table of what slow spells of the nodes have added, where they were measured."""
+    """Return the lines of a table of the seconds that slow spells of the nodes added to a step.
+
+    Returns no lines if they were not measured.
+    """
     disturbed = sorted((row for row in rows if "disturbance" in row), key=lambda row: row["disturbance"]["added_s"])
     if not disturbed:
         return []
@@ -124,26 +133,31 @@ def _disturbance_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def order_of(row: dict[str, Any]) -> float:
-    """Seconds per step; rows without come last."""
+    """Return the median seconds per step of a row for sorting; infinity for a row without measurements."""
     return row["seconds_per_step"]["median"] if "seconds_per_step" in row else float("inf")
 
 
 def _number(value: float | None, places: int) -> str:
+    """Return a number with ``places`` decimal places; ``-`` for None."""
     return "-" if value is None else f"{value:.{places}f}"
 
 
 def _idle(row: dict[str, Any]) -> str:
-    """Seconds in which a device did not compute, and those before its first and after its last computing."""
+    """Return the seconds in which a device did not compute, as text.
+
+    Seconds before its first and after its last computation follow in parentheses if they are known.
+    """
     edges = row.get("idle_start_s"), row.get("idle_end_s")
     whole = _number(row["exposed_communication_s"], 2)
     return whole if None in edges else f"{whole} ({edges[0]:.2f}, {edges[1]:.2f})"
 
 
 def _documents(row: dict[str, Any], balanced: dict[str, Any] | None) -> list[str]:
-    """The columns of documents of uneven lengths.
+    """Return the texts of the additional columns for a row with documents of uneven lengths.
 
     Args:
-        balanced: the row with which others are compared: the first one that deals documents by time.
+        row: the row.
+        balanced: row to compare with: the first one that assigns documents by time; None if there is none.
     """
     seconds, dealt_s = order_of(row), row["modelled_s"]
     columns = [f"{row['tokens_per_second']:.0f}", f"{dealt_s:.2f}", f"{row['floor_s'] / seconds:.3f}"]
@@ -154,7 +168,7 @@ def _documents(row: dict[str, Any], balanced: dict[str, Any] | None) -> list[str
 
 
 def _served(row: dict[str, Any]) -> list[str]:
-    """The columns of a model that is served."""
+    """Return the texts of the additional columns for a row that serves a model."""
     token, first = row["token_s"], row["first_s"]
     return [
         str(row["groups"]),
@@ -166,6 +180,7 @@ def _served(row: dict[str, Any]) -> list[str]:
 
 
 def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] | None) -> list[str]:
+    """Return the texts of all columns of a row; for a row without measurements its status and reason."""
     if "seconds_per_step" not in row:
         return [row["label"], row["origin"], f"{row['status']}: {row['reason']}", *[""] * (num_columns - 3)]
     seconds = row["seconds_per_step"]

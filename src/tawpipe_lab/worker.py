@@ -1,8 +1,9 @@
-"""One rank of a measurement: makes all contenders of a cell and alternates single steps of them.
+"""One rank of a measurement: builds all contenders of a cell and runs single steps of them in turn.
 
-Started by ``compare`` inside a node of a cluster: ``python -m tawpipe_lab.worker JOB RESULT``. Single steps alternate,
-A B C A B C, so that drift of the machine hits all alike. Rank 0 writes what it measured; a contender that fails in a
-step ends the launch with a note that says which, and ``compare`` goes on without it.
+``compare`` starts this module inside a node of a cluster: ``python -m tawpipe_lab.worker JOB RESULT``. Single steps
+alternate (A B C A B C), so that a drift of the machine's speed affects all contenders equally. Rank 0 writes the
+measurements. A contender that fails in a step ends the launch. The file ``RESULT.running`` then says which one failed,
+and ``compare`` starts again without it.
 """
 
 from __future__ import annotations
@@ -38,20 +39,29 @@ STEP_TIMEOUT = timedelta(minutes=5)
 
 @dataclass
 class Readings:
-    """Measurements of one contender, on one rank or gathered."""
+    """Measurements of one contender, on one rank or gathered from all ranks."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """Numbers of every step, see ``_measure``."""
+    """Measurements of every step, see ``_measure``."""
     peak_bytes: list[float] = field(default_factory=list)
-    """Peak memory of every rank during the steps, above what it held before the contender was made."""
+    """Peak memory of every rank during the steps, minus what the rank held before the contenders were built."""
     held_bytes: list[float] = field(default_factory=list)
-    """The most that every rank's activations had at any time, in the device's memory; of rows of ours that sleep."""
+    """Most bytes of activations that every rank held at one time in device memory. Only for this project's timed
+    contenders."""
     knobs: dict[str, Any] = field(default_factory=dict)
     failed: str = ""
 
 
 def main(job_path: str, result_path: str) -> int:
-    """Measure what the job says; rank 0 writes the result."""
+    """Run the measurements that the job file describes, on this rank and all others; then end this process with code 0.
+
+    Rank 0 writes the result file. Never returns.
+
+    Args:
+        job_path: JSON file with workload, entries, numbers of warmup steps and samples, device speeds and traces
+            folder.
+        result_path: JSON file to write: one object with the fields of ``Readings`` per entry.
+    """
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=STEP_TIMEOUT)
@@ -88,17 +98,18 @@ def main(job_path: str, result_path: str) -> int:
         Path(result_path).write_text(json.dumps([vars(reading) for reading in readings]), encoding="utf-8")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # lanes and groups of many contenders need not be taken apart
+    os._exit(0)  # exit at once: closing all lanes and process groups takes time
 
 
 def _make_ours(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
+    """Build the contender of one of this project's rows, for a real or a timed workload."""
     if isinstance(workload, RealWorkload):
         return PipelineContender(name, workload, topology, rank, **knobs)
     return OurContender(name, workload, topology, rank, **knobs)
 
 
 def makers() -> dict[str, Maker]:
-    """Row -> what makes its contender."""
+    """Return the maker of the contender for every row name, rivals included."""
     return {
         **dict.fromkeys((*fsdp.NAMES, fsdp.CONTEXT_PARALLEL), fsdp.make),
         **dict.fromkeys(deepspeed.NAMES, deepspeed.make),
@@ -109,10 +120,11 @@ def makers() -> dict[str, Maker]:
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
-    """The contender called ``name`` on this rank; see `Maker`.
+    """Build the contender called ``name`` on this rank; see `Maker`.
 
     Raises:
-        UserError: there is no such row, or it cannot sleep inside a node where the workload says so.
+        UserError: there is no row of this name, or it cannot run this workload. This includes a rival on a workload
+            with ``inside_sleeps``, which only this project's runtime supports.
     """
     known = makers()
     if name not in known:
@@ -125,7 +137,17 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
 def _make(
     entry: dict[str, Any], workload: Workload, topology: Topology, rank: int, reading: Readings
 ) -> Contender | None:
-    """A contender, or None with the reason noted, on all ranks alike."""
+    """Build the contender of an entry on every rank; return None on all ranks if any rank cannot build it.
+
+    The reason of a failure is written into ``reading.failed``. Waits for all ranks.
+
+    Args:
+        entry: strategy, knobs and knobs found by a search, as plain data.
+        workload: workload of the cell.
+        topology: ranks and nodes.
+        rank: this rank.
+        reading: measurements of the entry.
+    """
     name, knobs = entry["strategy"], with_found(entry["knobs"], entry["searched"])
     contender: Contender | None = None
     try:
@@ -139,7 +161,9 @@ def _make(
 
 
 def _note(result_path: str, rank: int, number: int) -> None:
-    """Leave word of what is being measured, for the case that the launch ends in it."""
+    """On rank 0, write the index of the contender that runs next to ``RESULT.running``.
+
+    If the launch fails, the file says which contender was running."""
     if rank == 0:
         Path(f"{result_path}.running").write_text(str(number), encoding="utf-8")
 
@@ -147,15 +171,23 @@ def _note(result_path: str, rank: int, number: int) -> None:
 def _measure(
     contender: Contender, reading: Readings, topology: Topology, rank: int, sample: int, in_a_row: int
 ) -> None:
-    """Some steps that follow each other, as the mean one of them; those of a negative number do not count.
+    """Run ``in_a_row`` consecutive steps and append their means to ``reading.steps``; warmup samples are not kept.
 
-    * ``seconds``; ``sent`` and ``received``: bytes of every node; ``cpu_busy``: share of the machine's processors that
-      were busy; ``lanes``: seconds that a lane was busy, mean over the ranks
-    * of what sleeps: ``exposed``: seconds in which a device did not compute, ``idle_start`` and ``idle_end``: those
-      before and after it had computed, means over the ranks; ``delays``: seconds by which every node's computing was
-      slowed down
-    * ``token``, ``first``: seconds from token to token and until a prompt's first one, where a model is served
-    * ``loss`` of a real workload
+    All ranks take part, with barriers before and after the steps. The entry in ``reading.steps`` has these keys, per
+    step:
+
+    * ``seconds``; ``sent`` and ``received``: bytes over the link of every node; ``cpu_busy``: share of the machine's
+      processors that were busy; ``lanes``: seconds for which each lane was busy, mean over the ranks.
+    * If computing sleeps: ``exposed``: seconds in which a device did not compute; ``idle_start`` and ``idle_end``:
+      seconds before its first and after its last computation, means over the ranks.
+    * ``delays``: seconds that slow spells added to computing, per node; 0 if computing does not sleep.
+    * If a model is served: ``token``: seconds from token to token; ``first``: seconds until the first token of a
+      prompt.
+    * For a real workload: ``loss``.
+
+    Args:
+        sample: number of the sample; negative for warmup. Equal numbers give equal slow spells of the nodes.
+        in_a_row: number of steps. An ``OurContender`` waits for actions in flight only after the last one.
     """
     contender.busy()
     sleeper = contender.sleeper
@@ -202,7 +234,9 @@ def _measure(
 
 
 def _record(contender: OurContender, folder: Path, topology: Topology, rank: int) -> None:
-    """Leave the timeline of one more step in ``folder``."""
+    """Run one more step on all ranks, and write this rank's actions with their times into ``folder``.
+
+    The file is ``rank-N.json``. All ranks wait for each other before and after the step."""
     if contender.sleeper is not None:
         contender.sleeper.pace.begin(0)
     dist.barrier()
@@ -211,17 +245,23 @@ def _record(contender: OurContender, folder: Path, topology: Topology, rank: int
 
 
 def _gather(value: Any) -> list[Any]:
-    """A value of every rank, on all ranks."""
+    """Gather the values that all ranks pass; return them as a list by rank, on every rank. Waits for all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
 
 
 def _import_rivals(names: set[str]) -> None:
-    """Load all code, and what an optimizer's first step loads: it is not what a strategy holds."""
+    """Import the code of all rivals and run one optimizer step, before the memory is measured.
+
+    So the memory that code takes is not counted as memory of a contender.
+
+    Args:
+        names: strategies of the job; DeepSpeed is imported only if one of them needs it.
+    """
     makers()
     if names & set(deepspeed.NAMES):
-        with suppress(UserError):  # the contender will say so
+        with suppress(UserError):  # `make` reports the error
             deepspeed.load(sorted(names)[0])
     weight = torch.zeros(1, requires_grad=True)
     weight.sum().backward()
@@ -229,16 +269,17 @@ def _import_rivals(names: set[str]) -> None:
 
 
 def _resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _forget_peak() -> None:
-    """Let the kernel count its peak of resident memory anew: what making a contender took is not its step's."""
+    """Reset the kernel's peak of resident memory, so that the memory to build contenders does not count as a step's."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _processor_ticks() -> tuple[int, int]:
-    """(busy, total) clock ticks of all processors since boot, busy with whatever it is, at any priority."""
+    """Return (busy, total) clock ticks of all processors since boot, counting all processes of the machine as busy."""
     fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     idle, waiting = fields[3:5]
     total = sum(fields[:8])

@@ -1,10 +1,10 @@
-"""The workloads of the lab, as settings.
+"""Workloads of the lab, as settings.
 
-* timed: real transfers of real bytes, computation as sleeps of given seconds. Scheduling and network are what is
-  measured then, and many ranks run on few cores.
-* lengths: the same for documents of uneven lengths, whose seconds and bytes follow from their tokens.
-* serving: tokens of groups of users that pass through stages, as seconds and bytes.
-* real: a small model with its optimizer. It shows that all strategies train the same thing: their losses agree.
+* timed: real transfers of real bytes, and computing replaced by sleeps of given seconds. So scheduling and network are
+  measured, and many ranks run on few cores.
+* lengths: like timed, for documents of uneven lengths; seconds and bytes follow from their tokens.
+* serving: tokens of groups of users that pass through pipeline stages, as seconds and bytes.
+* real: a small model with its optimizer. It shows that all strategies train equally: their losses agree.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from tawpipe.topology import Topology
 
 
 def check_whole(settings: object, **least: int) -> None:
-    """Refuse settings that are no whole numbers of at least so much.
+    """Raise UserError if a setting is no whole number, or is below its minimum.
+
+    Args:
+        settings: object whose attributes are checked.
+        least: name of an attribute -> its minimum.
 
     Raises:
-        UserError: one is not.
+        UserError: with the name of the first such attribute.
     """
     for name, number in least.items():
         value = getattr(settings, name)
@@ -33,11 +37,7 @@ def check_whole(settings: object, **least: int) -> None:
 
 
 def check_positive(settings: object, *names: str) -> None:
-    """Refuse settings that are no numbers above 0.
-
-    Raises:
-        UserError: one is not.
-    """
+    """Raise UserError if one of the attributes ``names`` of ``settings`` is not a number above 0."""
     for name in names:
         value = getattr(settings, name)
         if not isinstance(value, int | float) or not value > 0:
@@ -45,15 +45,15 @@ def check_positive(settings: object, *names: str) -> None:
 
 
 class Uncut:
-    """A workload whose layers cannot be cut."""
+    """Workload whose layers cannot be cut into parts."""
 
     kind: ClassVar[str]
 
     def split(self, parts: int) -> Self:
-        """The same workload.
+        """Return this workload unchanged.
 
         Raises:
-            UserError: there should be more than one part.
+            UserError: ``parts`` is not 1.
         """
         if parts != 1:
             raise UserError("parts_per_layer", parts, f"1, because layers of the kind {self.kind} cannot be cut")
@@ -61,18 +61,18 @@ class Uncut:
 
 
 class TimedPart(NamedTuple):
-    """A part of a timed model: its weights and, for a micro-batch, its seconds."""
+    """Embedding, layer or head of a timed model: number of weights, and seconds per micro-batch."""
 
     elements: int
     forward_s: float
     backward_input_s: float
     backward_weight_s: float
     frozen: int = 0
-    """Elements besides that travel and are not trained."""
+    """Number of weights that travel and are not trained, in addition to ``elements``."""
     linear_bytes: int = 0
-    """Kept for a micro-batch between the two parts of its backward pass."""
+    """Bytes kept per micro-batch between the two parts of its backward pass."""
     graph_bytes: int = 0
-    """Kept for a micro-batch from its forward to its backward pass, if nothing is computed again."""
+    """Bytes kept per micro-batch from its forward to its backward pass if nothing is recomputed."""
 
     @property
     def backward_s(self) -> float:
@@ -89,47 +89,53 @@ ENDS = ("embedding", "head")
 
 
 def _part(size: int, seconds: Mapping[str, float], *kept: int) -> TimedPart:
+    """Build a part from the bytes of its fp32 weights and its seconds by name; seconds that are not given are 0."""
     forward, backward_input, backward_weight = (seconds.get(name, 0.0) for name in SECONDS_OF_LAYERS)
     return TimedPart(size // 4, forward, backward_input, backward_weight, *kept)
 
 
 @dataclass(frozen=True)
 class TimedWorkload:
-    """A model as sizes and seconds.
+    """Model and step as sizes and seconds.
 
     Args:
-        layers: decoder layers.
-        layer_bytes: weights of a layer, fp32.
-        forward_s: of a layer and micro-batch.
-        backward_input_s: the gradient of the input, with the recomputation of the forward pass before it.
-        backward_weight_s: the gradient of the weights; zero-bubble schedules run it apart.
-        micro_batches: of one step, over all devices.
-        activation_bytes: of the boundary between two layers, for one micro-batch.
-        optimizer: run AdamW on the home stripes, instead of leaving the update out.
-        embedding_bytes, head_bytes: weights of the model's ends, fp32; 0 leaves them out.
-        head_s: of loss and gradients of a micro-batch; of the embedding's lookup see ``kinds``.
-        tied: the head uses the weights of the embedding, which it has none of its own besides.
-        keys_bytes: keys and values of a layer for one micro-batch, which processes that compute one together exchange:
-            in this project's rows those of a node, where a micro-batch is one document.
-        frozen_bytes: of a layer besides, as it travels: quantised, of a model under adapters. No gradient of it exists.
-        linear_bytes: of a layer, what its linear layers keep for a micro-batch where the gradients of weights come
-            later than that of the input.
-        graph_bytes: of a layer, what it keeps for a micro-batch under ``recompute: none``; 0 for ``activation_bytes``.
-        kinds: letter -> settings of a layer of this kind that are not those above: its seconds, ``layer_bytes``,
-            ``frozen_bytes``, ``linear_bytes``, ``graph_bytes``; and the seconds of an ``embedding``, which otherwise
-            takes no time, and of a ``head``, which otherwise takes a third of ``head_s`` for each of its passes.
-        pattern: the letters of all layers in their order, where not all are alike; one that is no kind stands for the
-            settings above.
-        host_s: in which a boundary activation passes between a device and its host's memory, one at a time.
-        homes_bytes_per_s: of the link between a device and homes in its host's memory, each way; 0 for one without a
+        layers: number of decoder layers.
+        layer_bytes: bytes of a layer's weights in fp32.
+        forward_s: seconds of a layer's forward pass for one micro-batch.
+        backward_input_s: seconds for the gradient of a layer's input, including the recomputation of its forward pass.
+        backward_weight_s: seconds for the gradient of a layer's weights, which zero-bubble schedules run separately.
+        micro_batches: number of micro-batches of a step, over all devices.
+        activation_bytes: bytes of the boundary between two layers for one micro-batch.
+        optimizer: if True, run AdamW on the weights at their homes; if False, leave the update out.
+        embedding_bytes: bytes of the embedding's weights in fp32; 0 for no such weights.
+        head_bytes: bytes of the head's weights in fp32; 0 for no such weights.
+        head_s: seconds for loss and gradients of one micro-batch. Seconds of the embedding are set in ``kinds``.
+        tied: if True, the head uses the weights of the embedding and has none of its own.
+        keys_bytes: bytes of a layer's keys and values for one micro-batch. Processes that compute a micro-batch
+            together exchange them; in this project's rows these are the processes of a node, and a micro-batch is one
+            document.
+        frozen_bytes: bytes of a layer's frozen weights as they travel, in addition to ``layer_bytes``: the quantised
+            weights of a model under adapters. They have no gradients.
+        linear_bytes: bytes that a layer's linear modules keep for one micro-batch if the gradients of weights are
+            computed later than the gradient of the input.
+        graph_bytes: bytes that a layer keeps for one micro-batch under ``recompute: none``; 0 for ``activation_bytes``.
+        kinds: letter of a kind of layer -> settings that differ from those above: its seconds, ``layer_bytes``,
+            ``frozen_bytes``, ``linear_bytes`` and ``graph_bytes``. The keys ``embedding`` and ``head`` set seconds of
+            the ends. By default the embedding takes no time, and each of the head's three passes takes a third of
+            ``head_s``.
+        pattern: letters of all layers in order; empty if all are equal. A letter that is not in ``kinds`` stands for
+            the settings above.
+        host_s: seconds in which one boundary activation passes between a device and its host's memory; one passes at a
+            time.
+        homes_bytes_per_s: rate of the link between a device and homes in its host's memory, in each direction; 0 for no
             limit.
-        room: boundary activations that a device has memory for, in pipelines that are made for that; None for any
-            number.
-        inside_sleeps: what passes inside a node takes its time by sleeping, in rows of this project; it is the loopback
-            of the machine otherwise.
+        room: number of boundary activations for which a device has memory, for pipelines that are made for a limit;
+            None for no limit.
+        inside_sleeps: if True, transfers inside a node sleep for their time, in this project's rows. If False, they use
+            the loopback of the machine.
 
     Raises:
-        UserError: ends that contradict each other, or a pattern that does not fit.
+        UserError: the settings of the ends contradict each other, or pattern and kinds do not fit.
     """
 
     layers: int
@@ -170,10 +176,10 @@ class TimedWorkload:
                 raise UserError(f"kinds.{kind}", min(unknown), f"some of {', '.join(known)}")
 
     def split(self, parts: int) -> TimedWorkload:
-        """The same work with every layer cut into ``parts`` equal layers.
+        """Return an equal workload with every layer cut into ``parts`` equal layers.
 
         Raises:
-            UserError: the weights of a layer cannot be cut so.
+            UserError: the number of a layer's weights is not a multiple of ``parts``.
         """
         for elements in {layer.elements for layer in self.layer_parts}:
             if parts < 1 or elements % parts:
@@ -190,15 +196,18 @@ class TimedWorkload:
         return replace(self, **layers, **sizes, **shares)
 
     def faster(self, times: float) -> TimedWorkload:
-        """The same bytes with computing, and a link to the host, that is so many times as fast."""
+        """Return a copy that computes ``times`` times as fast, with links to the host faster by this factor, too.
+
+        Bytes stay as they are."""
         faster = replace(self, homes_bytes_per_s=self.homes_bytes_per_s * times)
         return faster._with_seconds(lambda seconds: seconds / times)
 
     def with_each_sleep(self, more: float) -> TimedWorkload:
-        """The same where everything that takes time takes so many seconds more."""
+        """Return a copy with ``more`` seconds added to every duration that is not 0."""
         return self._with_seconds(lambda seconds: seconds + more if seconds else 0.0)
 
     def _with_seconds(self, change: Callable[[float], float]) -> TimedWorkload:
+        """Return a copy with ``change`` applied to every duration, those in ``kinds`` included."""
         kinds = {
             kind: {name: change(size) if name in SECONDS_OF_LAYERS else size for name, size in values.items()}
             for kind, values in self.kinds.items()
@@ -207,28 +216,35 @@ class TimedWorkload:
         return replace(self, kinds=kinds, **seconds)
 
     def work(self, micro_batch: int) -> float:
-        """The seconds of a micro-batch as a multiple of those above."""
+        """Return the seconds of a micro-batch as a multiple of the workload's seconds per micro-batch."""
         return 1.0
 
     def tokens(self, micro_batch: int) -> float:
-        """The bytes of a micro-batch as a multiple of those above."""
+        """Return the bytes of a micro-batch as a multiple of the workload's bytes per micro-batch."""
         return 1.0
 
     def keys_s(self, micro_batch: int) -> float:
-        """Seconds of a layer's forward pass as far as its keys and values, which documents in sets need besides."""
+        """Return the seconds for which a layer computes only the keys and values of a micro-batch.
+
+        Ranks that share a document spend these seconds in addition to the layer's passes. They are 0 here.
+        """
         return 0.0
 
     @property
     def compute_s(self) -> float:
-        """Seconds of all layers and micro-batches together; divided by the devices it bounds a step from below."""
+        """Seconds of all layers and micro-batches together.
+
+        Divided by the number of devices, they bound a step from below.
+        """
         return self.micro_batches * sum(part.seconds for part in self.parts)
 
     @cached_property
     def layer_parts(self) -> tuple[TimedPart, ...]:
-        """Every layer."""
+        """Sizes and seconds of every layer."""
         usual = {name: getattr(self, name) for name in (*SECONDS_OF_LAYERS, *BYTES_OF_LAYERS)}
 
         def part(letter: str) -> TimedPart:
+            """Return sizes and seconds of a layer of the kind ``letter``."""
             values = {**usual, **self.kinds.get(letter, {})}
             size, frozen, linear, graph = (int(values[name]) for name in BYTES_OF_LAYERS)
             return _part(size, values, frozen // 4, linear, graph or self.activation_bytes)
@@ -238,19 +254,19 @@ class TimedWorkload:
 
     @cached_property
     def block_parts(self) -> tuple[TimedPart, ...]:
-        """Embedding, every layer and head, whether there is anything to them or not."""
+        """Sizes and seconds of embedding, every layer, and head; ends without weights and time are included."""
         third = dict.fromkeys(SECONDS_OF_LAYERS, self.head_s / 3)
         embedding = _part(self.embedding_bytes, self.kinds.get("embedding", {}))
         return embedding, *self.layer_parts, _part(self.head_bytes, {**third, **self.kinds.get("head", {})})
 
     @property
     def parts(self) -> tuple[TimedPart, ...]:
-        """Embedding, layers and head, as far as there are any."""
+        """Sizes and seconds of embedding, layers and head, without ends that have neither weights nor time."""
         return tuple(self.block_parts[block] for block in self.blocks_with_parts)
 
     @property
     def blocks_with_parts(self) -> tuple[int, ...]:
-        """The blocks of ``parts``: of the ends those that have weights or take time."""
+        """Block numbers of ``parts``: all layers, and the ends that have weights or take time."""
         ends = (0, self.layers + 1)
         return tuple(
             block for block, part in enumerate(self.block_parts) if block not in ends or part.elements or part.seconds
@@ -258,35 +274,38 @@ class TimedWorkload:
 
 
 PASSES = 4
-"""Forward, forward again, and both gradients, which take as long each."""
+"""Passes of a layer that take equal seconds: forward, recomputed forward, gradient of the input, gradient of the
+weights."""
 
 
 @dataclass(frozen=True)
 class LengthsWorkload(Uncut):
-    """A model as sizes and seconds, and a step of documents whose lengths are random (lognormal) numbers.
+    """Model as sizes and seconds, and a step of documents whose lengths are random numbers (lognormal).
 
-    Backward passes take twice the seconds of the forward pass, and once more what they recompute.
+    Each of the two parts of a backward pass takes the seconds of the forward pass, and so does recomputation.
 
     Args:
-        layers: decoder layers.
-        layer_bytes: weights of a layer, fp32.
-        token_s: of a layer's forward pass for a token, without its attention.
-        even_at: tokens of a document of which attention takes as long as the rest.
-        mu, sigma: of the logarithm of a document's tokens.
-        max_document: tokens of a document at most; longer ones are cut. As many are in a row of one length.
-        min_document: tokens of a document at least.
-        tokens: of a step.
-        bin_tokens: of the documents that a device computes as one micro-batch, at most.
-        token_bytes: of the boundary between two layers, for a token.
-        keys_bytes: of keys and values of a layer, for a token; processes that compute a document together exchange
+        layers: number of decoder layers.
+        layer_bytes: bytes of a layer's weights in fp32.
+        token_s: seconds of a layer's forward pass per token, without attention.
+        mu: mean of the logarithm of a document's length in tokens.
+        sigma: standard deviation of the logarithm of a document's length in tokens.
+        max_document: largest length of a document in tokens; longer ones are cut. Also the length of a row of equal
+            lengths.
+        tokens: number of tokens of a step.
+        bin_tokens: largest number of tokens in one packed micro-batch.
+        even_at: length of a document, in tokens, at which attention takes as long as all other work.
+        min_document: smallest length of a document in tokens.
+        token_bytes: bytes of the boundary between two layers, per token.
+        keys_bytes: bytes of a layer's keys and values, per token. Processes that compute a document together exchange
             them.
-        graph_bytes: of what a layer keeps for a token if nothing is recomputed.
-        seed: of the lengths.
-        optimizer: run AdamW on the home stripes, instead of leaving the update out.
-        inside_sleeps: as of a ``TimedWorkload``.
+        graph_bytes: bytes that a layer keeps per token if nothing is recomputed.
+        seed: seed of the lengths.
+        optimizer: if True, run AdamW on the weights at their homes; if False, leave the update out.
+        inside_sleeps: see ``TimedWorkload``.
 
     Raises:
-        UserError: a setting that cannot work.
+        UserError: a setting is out of range.
     """
 
     layers: int
@@ -314,12 +333,12 @@ class LengthsWorkload(Uncut):
         check_whole(self, max_document=self.min_document, tokens=self.min_document, bin_tokens=self.max_document)
 
     def faster(self, times: float) -> LengthsWorkload:
-        """The same bytes with computing that is so many times as fast."""
+        """Return a copy with equal bytes that computes ``times`` times as fast."""
         return replace(self, token_s=self.token_s / times)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of the documents of a step; the last one is cut where the step is full."""
+        """Lengths in tokens of all documents of a step. The last document is cut where the step is full."""
         draw, left, lengths = random.Random(self.seed), self.tokens, list[int]()
         while left:
             wanted = max(self.min_document, int(draw.lognormvariate(self.mu, self.sigma)))
@@ -329,15 +348,17 @@ class LengthsWorkload(Uncut):
 
     @property
     def work(self) -> LayerTime:
-        """Seconds of a document's forward pass through all layers."""
+        """Function of a document's length that gives the seconds of its forward pass through all layers."""
         return LayerTime((LayerKind(self.layers, self.token_s, self.token_s / self.even_at),))
 
     def floor_s(self, topology: Topology, speeds: Sequence[float] = ()) -> float:
-        """Seconds of all passes that no dealing of the documents undercuts: the mean over all devices, or the longest
-        document over those of a node.
+        """Return a lower bound of the computing seconds of a step, which no assignment of the documents can undercut.
+
+        It is the larger of two: the mean over all devices, and the longest document divided by the devices of a node.
 
         Args:
-            speeds: of all devices, where they differ; the fastest has 1.
+            topology: ranks and nodes.
+            speeds: speeds of all devices, the fastest being 1; empty if all are equal.
         """
         times = [self.work.of(length) for length in self.lengths]
         return PASSES * max(sum(times) / (sum(speeds) or topology.world_size), max(times) / topology.local_size)
@@ -345,21 +366,25 @@ class LengthsWorkload(Uncut):
 
 @dataclass(frozen=True)
 class ServingWorkload(Uncut):
-    """A model that is served, as sizes and seconds.
+    """Served model as sizes and seconds.
+
+    A step is ``laps`` decode steps, then prompts in chunks; see `tawpipe_lab.serving`.
 
     Args:
-        layers: decoder layers.
-        forward_s: of a layer on a pass.
-        slots: of a group, each of which has a token in every pass.
-        token_bytes: of a token between two stages.
-        laps: of a step in which nothing but such tokens pass.
-        chunk, chunks: tokens of a part of a prompt, and parts of the prompts that follow these laps.
-        chunk_s: that a layer takes longer with such a part.
-        embedding_s: of the embedding on a pass. So the first stage is what passes wait for: if all were alike, it would
-            be whichever is slower by a hair, and a step would end long before all wait there.
+        layers: number of decoder layers.
+        forward_s: seconds of a layer in one pass.
+        slots: KV-cache slots of a group; each has one token in every pass.
+        token_bytes: bytes of one token between two stages.
+        laps: number of decode steps in which only single tokens pass.
+        chunk: number of tokens of one chunk of a prompt.
+        chunks: number of chunks of each prompt; the prompts follow these decode steps.
+        chunk_s: seconds that a layer takes longer in a pass with a chunk.
+        embedding_s: seconds of the embedding in one pass. They make the first stage the slowest, so that passes wait
+            there. If all stages were equal, chance would decide where passes wait, and the step could end long before
+            they all wait at the first stage.
 
     Raises:
-        UserError: a setting that cannot work.
+        UserError: a setting is out of range.
     """
 
     layers: int
@@ -379,25 +404,25 @@ class ServingWorkload(Uncut):
         check_positive(self, "forward_s", "chunk_s", "embedding_s")
 
     def faster(self, times: int) -> ServingWorkload:
-        """The same bytes with computing that is so many times as fast."""
+        """Return a copy with equal bytes that computes ``times`` times as fast."""
         less = {name: getattr(self, name) / times for name in ("forward_s", "chunk_s", "embedding_s")}
         return replace(self, **less)
 
 
 @dataclass(frozen=True)
 class RealWorkload(Uncut):
-    """A Llama with random weights, trained in fp32 with AdamW on random tokens. A micro-batch is one sequence.
+    """Llama with random weights, trained in fp32 with AdamW on random tokens; a micro-batch is one sequence.
 
     Args:
-        layers: decoder layers; embedding and head have weights as well, and are not tied.
-        heads: of the attention, for queries, keys and values alike.
-        vocabulary: tokens that there are.
-        micro_batches: of one step, over all devices.
+        layers: number of decoder layers. Embedding and head have weights, too, and are not tied.
+        heads: number of attention heads, equal for queries, keys and values.
+        vocabulary: number of different tokens.
+        micro_batches: number of micro-batches of a step, over all devices.
         clip_norm: largest global gradient norm.
-        seed: of initial weights and of tokens.
+        seed: seed of initial weights and of tokens.
 
     Raises:
-        UserError: a setting that cannot work.
+        UserError: a setting is out of range.
     """
 
     layers: int
@@ -422,17 +447,17 @@ class RealWorkload(Uncut):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step that a prediction is made for: all but the first of every sequence."""
+        """Number of tokens of a step that are predicted: all but the first of every sequence."""
         return self.micro_batches * (self.sequence_length - 1)
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of the boundary between two layers, for one micro-batch."""
+        """Bytes of the boundary between two layers for one micro-batch."""
         return 4 * self.sequence_length * self.hidden_size
 
 
 Known = TimedWorkload | RealWorkload
-"""Workloads of which is known which micro-batches there are."""
+"""Workloads whose micro-batches are known before documents are assigned."""
 Workload = Known | LengthsWorkload | ServingWorkload
 KINDS: dict[str, type[Workload]] = {
     cls.kind: cls for cls in (TimedWorkload, LengthsWorkload, ServingWorkload, RealWorkload)
@@ -440,18 +465,23 @@ KINDS: dict[str, type[Workload]] = {
 
 
 def with_found(knobs: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-    """The knobs of a row, and those that a search found. Given ones count, but for stages that say over what they are
-    laid and no more.
+    """Return the knobs of a row together with those that a search found.
+
+    A given knob wins, except ``stages`` that names only an axis, which a search completes.
+
+    Args:
+        knobs: given knobs.
+        found: knobs from a search.
     """
     given = {name: value for name, value in knobs.items() if name != "stages" or name not in found or ":" in value}
     return {**found, **given}
 
 
 def spell_out(workload: Workload) -> dict[str, Any]:
-    """Every setting, the kind among them; plain values."""
+    """Return all settings of a workload, and its kind, as plain data."""
     return {"kind": workload.kind, **asdict(workload)}
 
 
 def from_spelled_out(values: Mapping[str, Any]) -> Workload:
-    """The workload that was spelled out."""
+    """Build the workload whose settings ``spell_out`` returned."""
     return KINDS[values["kind"]](**{name: value for name, value in values.items() if name != "kind"})

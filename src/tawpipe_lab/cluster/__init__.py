@@ -1,1 +1,1 @@
-"""A cluster with unequal links out of one Linux machine."""
+"""Cluster with unequal links, made out of one Linux machine."""

@@ -1,6 +1,7 @@
-"""A cluster with fast links inside its nodes and slow ones between them, out of one Linux machine.
+"""Cluster with fast links inside its nodes and slow links between them, made out of one Linux machine.
 
-See ``network`` for what a cluster consists of."""
+`tawpipe_lab.cluster.network` describes the parts of a cluster.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +30,22 @@ __all__ = ["DEFAULT_NAME", "Cluster", "Traffic", "own_traffic"]
 
 DEFAULT_NAME = "tawpipe"
 
-# Nodes are the name with a number, so a name that ends in a digit could mean those of another cluster.
+# The namespace of a node is name + number, so a name that ends in a digit could collide with another cluster.
 _NAME = re.compile(r"[a-z](?:[a-z0-9_-]{0,30}[a-z_-])?")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that is up.
+    """Cluster that is up.
 
-    Its network is closed: nodes reach each other and nothing else, not even the machine that they run on. They share
-    its files and processors.
+    Its network is closed: nodes reach only each other, not even the machine that they run on. They share its files and
+    processors.
 
     Args:
-        name: the prefix of its namespaces.
-        rates: of every node's link, in bits per second; None for one that is not shaped. Empty if not known.
-        latency_s: of a message between two nodes, besides what the machine takes.
+        name: prefix of its namespaces.
+        num_nodes: number of nodes.
+        rates: rate of every node's link in bits per second; None for a link that is not shaped. Empty if not known.
+        latency_s: seconds added to the latency of a message between two nodes.
     """
 
     name: str
@@ -56,21 +58,21 @@ class Cluster:
     def create(
         cls, nodes: int, *, rate: str | None, latency: str | None = None, name: str = DEFAULT_NAME
     ) -> Iterator[Cluster]:
-        """A cluster for as long as the ``with`` block lasts: removed at its end, after an error and after signals.
+        """Build a cluster that exists within the context, and yield it. It is removed also after errors and signals.
 
-        After ``kill -9`` of this process the workers that it launched end by themselves, and the next cluster of this
-        name, or :meth:`remove`, takes away the rest.
+        After ``kill -9`` of this process, the workers that it launched end by themselves. What is left of the cluster
+        is removed by the next cluster of this name, or by :meth:`remove`.
 
         Args:
-            nodes: at least one.
-            rate: of the link of every node in each direction (``400mbit``), or of each (``400mbit,200mbit``); None or
-                ``none`` leaves a link unshaped.
-            latency: of a message from one node to another (``5ms``); None or ``none`` leaves it at what the machine
-                takes.
-            name: clusters of different names exist side by side.
+            nodes: number of nodes, at least 1.
+            rate: rate of every node's link in each direction (``400mbit``), or one rate per node (``400mbit,200mbit``);
+                None or ``none`` leaves a link unshaped.
+            latency: latency of a message from one node to another (``5ms``); None or ``none`` adds no latency.
+            name: name of the cluster; clusters of different names exist side by side.
 
         Raises:
-            UserError: a setting that cannot work, no root, no iproute2, a kernel without tbf, or a name in use.
+            UserError: a setting is not possible, the process is not root, iproute2 is missing, the kernel has no tbf,
+                or the name is in use.
         """
         cluster = cls._wanted(nodes, rate, latency, name)
         with claimed(name), signals_raise():
@@ -83,9 +85,9 @@ class Cluster:
 
     @classmethod
     def up(cls, nodes: int, *, rate: str | None, latency: str | None = None, name: str = DEFAULT_NAME) -> Cluster:
-        """A cluster that stays until :meth:`remove`; a cluster of this name that is there already is replaced.
+        """Build a cluster that stays until :meth:`remove`; an existing cluster of this name is replaced.
 
-        Arguments and errors are those of :meth:`create`.
+        Arguments and errors: see :meth:`create`.
         """
         cluster = cls._wanted(nodes, rate, latency, name)
         with claimed(name), signals_raise():
@@ -99,7 +101,11 @@ class Cluster:
 
     @classmethod
     def _wanted(cls, nodes: int, rate: str | None, latency: str | None, name: str) -> Cluster:
-        """A cluster that may be built: all that can be wrong with it is found before anything is touched."""
+        """Check the settings and this machine, and return the cluster object; nothing is built yet.
+
+        Raises:
+            UserError: a setting or the machine does not allow the cluster.
+        """
         _check_name(name)
         if not 1 <= nodes <= MAX_NODES:
             raise UserError("--nodes", nodes, f"from 1 to {MAX_NODES}")
@@ -108,15 +114,16 @@ class Cluster:
         return cluster
 
     def _build(self) -> None:
+        """Remove an earlier cluster of this name, with its processes, and build the network."""
         network.remove(self.name)
         network.build(self.name, self.rates, latency_s=self.latency_s)
 
     @classmethod
     def find(cls, name: str = DEFAULT_NAME) -> Cluster:
-        """The cluster of this name that is up.
+        """Return the cluster ``name`` that ``up`` has built. Its rates are not known.
 
         Raises:
-            UserError: there is none, or only what an interrupted ``up`` left of it.
+            UserError: there is no such cluster, or an interrupted ``up`` has left only a part of it.
         """
         _check_name(name)
         network.require()
@@ -126,10 +133,13 @@ class Cluster:
 
     @staticmethod
     def remove(name: str = DEFAULT_NAME) -> bool:
-        """Removes the cluster of this name with every process in it, or what is left of it. False if nothing was.
+        """Remove the cluster ``name``, or what is left of it, and end every process in it.
+
+        Returns:
+            True if anything of the cluster existed.
 
         Raises:
-            UserError: no root or no iproute2.
+            UserError: the process is not root, or iproute2 is missing.
             RunError: a process does not end.
         """
         _check_name(name)
@@ -141,21 +151,23 @@ class Cluster:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The namespaces of the nodes."""
+        """Names of the nodes' namespaces."""
         return tuple(f"{self.name}{node}" for node in range(self.num_nodes))
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses of the nodes' links."""
+        """IP addresses of the nodes' links."""
         return tuple(network.address(node) for node in range(self.num_nodes))
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables by which a program in a node finds its link, and node 0."""
+        """Environment variables by which a program in a node finds its link and node 0."""
         return {"GLOO_SOCKET_IFNAME": INTERFACE, "MASTER_ADDR": self.addresses[0]}
 
     def links(self, sizes: Sequence[int]) -> Links | None:
-        """What its links carry while nothing else runs, in messages of ``sizes`` bytes; None if there is one node.
+        """Measure the rates and the latency of the links, with messages of ``sizes`` bytes; return None for one node.
+
+        Takes some seconds. Nothing else may run in the cluster meanwhile.
 
         Raises:
             RunError: a node does not reach another one.
@@ -164,10 +176,10 @@ class Cluster:
         return measure_links(self.nodes, slowest, sizes, latency_s=self.latency_s)
 
     def become(self, node: int, command: Sequence[str]) -> NoReturn:
-        """Replaces this process by ``command`` in a node, with :meth:`environment`.
+        """Replace this process by ``command`` inside a node, with the variables of :meth:`environment`. Never returns.
 
         Raises:
-            UserError: no such node or program.
+            UserError: there is no such node or program.
         """
         if not 0 <= node < self.num_nodes:
             raise UserError("NODE", node, f"from 0 to {self.num_nodes - 1}")
@@ -175,7 +187,7 @@ class Cluster:
             raise UserError("COMMAND", command[0], "a program that this machine has: nodes share its files")
         sys.stdout.flush()
         sys.stderr.flush()
-        # Python ignores broken pipes, and what is ignored stays so in the program that follows.
+        # Python ignores SIGPIPE, and the next program would inherit that.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         words = ["ip", "netns", "exec", self.nodes[node], *command]
         os.execve(network.program("ip"), words, {**os.environ, **self.environment})
@@ -189,31 +201,34 @@ class Cluster:
         timeout_s: float | None = None,
         grace_s: float = 5.0,
     ) -> None:
-        """Runs ``num_nodes x local`` processes inside the nodes, under torchrun's variables, until all have ended.
+        """Run ``num_nodes x local`` processes inside the nodes, and wait until all have ended.
 
-        Ranks are numbered node by node. When a process fails the others are ended within ``grace_s``; when this process
-        dies the kernel ends them. Standard output and error are treated as in :func:`tawpipe.launch.launcher.launch`:
-        those of rank 0 are passed on, and on a failure the end of what the failed rank wrote is shown.
+        They get torchrun's variables. Ranks are numbered node by node. If a process fails, the others are ended within
+        ``grace_s`` seconds. If this process dies, the kernel ends them. Standard output and error are treated as in
+        :func:`tawpipe.launch.launcher.launch`: output of rank 0 is passed on, and after a failure the end of the failed
+        rank's output is shown.
 
         Args:
-            local: processes in each node.
-            env: added to the environment, and stronger than what is set here (``OMP_NUM_THREADS=1``, for example).
-            timeout_s: processes that take longer are ended, and the launch has failed.
+            command: program and arguments of every rank.
+            local: number of processes in each node.
+            env: additional environment variables, which override the ones set here (for example ``OMP_NUM_THREADS=1``).
+            timeout_s: seconds after which processes are ended and the launch has failed; None for no limit.
+            grace_s: seconds that the other processes get to end after a failure.
 
         Raises:
-            RunError: a process failed; names the rank that failed first, and its reason.
-            KeyboardInterrupt, SystemExit: a signal came; all processes have been ended.
+            RunError: a process failed; the message names the first failed rank and its reason.
+            KeyboardInterrupt, SystemExit: a signal arrived; all processes have been ended.
         """
         shape = Shape(self.num_nodes, self.num_nodes * local)
         entry = enter.RankOrders(
             ip=network.program("ip"),
             nodes=list(self.nodes),
             command=list(command),
-            # Workers are told of no local launcher: to them these are nodes of a cluster.
+            # Hide the local launcher from the workers: for them these are nodes of a cluster.
             variables={"OMP_NUM_THREADS": "1", LOCAL_LAUNCHER: None, **self.environment, **(env or {})},
             timeout_s=timeout_s or 0.0,
         )
-        # Isolated and without site packages, because it starts for every rank and needs none of them.
+        # -I -S: starts faster; it runs once per rank and needs no site packages.
         words = [sys.executable, "-I", "-S", enter.__file__, entry.to_word()]
         heard, began = _Heard(), time.monotonic()
         code = launch(words, shape, grace_s=grace_s, errors=heard)
@@ -227,7 +242,7 @@ class Cluster:
 
 
 class _Heard(io.StringIO):
-    """Standard error of a launch: passed on as it comes, and kept for the reason of a failure."""
+    """Standard error of a launch, passed on at once and kept to find the reason of a failure."""
 
     def write(self, text: str, /) -> int:
         sys.stderr.write(text)
@@ -237,12 +252,13 @@ class _Heard(io.StringIO):
         sys.stderr.flush()
 
     def reason(self) -> str:
-        """The line of the launcher's report that names the rank."""
+        """Return the last error line of the launcher's report, which names the failed rank."""
         lines = self.getvalue().splitlines()
         reports = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
         return reports[-1] if reports else "a process failed"
 
 
 def _check_name(name: str) -> None:
+    """Raise UserError if ``name`` is not allowed as the name of a cluster."""
     if not _NAME.fullmatch(name):
         raise UserError("--name", name, "1 to 32 lower-case letters, digits, - and _, a letter first, no digit last")

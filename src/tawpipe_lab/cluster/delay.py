@@ -1,9 +1,10 @@
-"""Run as a file inside the switch's namespace: the links of a cluster with a latency, as many kernels have no netem.
+"""Program that adds latency to a cluster's links, run as a file inside the switch's namespace.
 
-A node's link is a pair of tap devices here, instead of a pair of veth: ``lab0`` in the node and its port at the switch.
-This process takes each packet out of the one and puts it into the other a fixed time later. A message between two nodes
-passes two links, so each has half of the latency. Packets keep their size and order, nothing is dropped, and what
-leaves a device has passed its token bucket. The devices, and with them the links, go when this process ends.
+It replaces netem, which many kernels lack. With a latency, a node's link is a pair of tap devices instead of a veth
+pair: ``lab0`` in the node and its port at the switch. This process takes each packet out of one device and puts it into
+the other a fixed time later. A message between two nodes passes two links, so each link adds half of the latency.
+Packets keep their size and order, and none is dropped. Packets have passed the token bucket of the device that they
+leave. The devices, and with them the links, disappear when this process ends.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ _LARGEST = 1 << 17
 
 
 def ends_of(node: int) -> tuple[str, str]:
-    """Names of a link's devices as they are made: the node's end, which is moved there, and the switch's port."""
+    """Return the first names of a link's two devices: the node's end and the switch's port.
+
+    The node's end is later moved into the node.
+    """
     return f"end{node}", f"port{node}"
 
 
 def carry(num_nodes: int, latency_s: float) -> None:
-    """Makes the devices of all links, says so on standard output, and carries packets until it is ended."""
+    """Create the devices of all links, write ``ready`` to standard output, and carry packets until killed.
+
+    Args:
+        num_nodes: number of nodes.
+        latency_s: latency of a message between two nodes, in seconds.
+    """
     other: dict[int, int] = {}
     for node in range(num_nodes):
         inside, port = map(_tap, ends_of(node))
@@ -46,19 +55,22 @@ def carry(num_nodes: int, latency_s: float) -> None:
                     on_the_way.append((due, other[device], os.read(device, _LARGEST)))
             except BlockingIOError:
                 pass
-            except OSError:  # the device is down, as before and after the links are used
+            except OSError:  # the device is down, before and after the links are used
                 time.sleep(1e-3)
         now = time.monotonic()
         while on_the_way and on_the_way[0][0] <= now:
             _, device, packet = on_the_way.popleft()
             try:
                 os.write(device, packet)
-            except OSError:  # down, see above
+            except OSError:  # the device is down
                 continue
 
 
 def _tap(name: str) -> int:
-    """A tap device that hands over packets as large as the kernel made them, without blocking."""
+    """Open the tap device ``name`` without blocking and return its descriptor.
+
+    Packets keep the size in which the kernel made them.
+    """
     device = os.open(TUN, os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _NAME_IT, struct.pack("16sH22x", name.encode(), _TAP | _NO_HEAD | _OFFLOADS_KNOWN))
     fcntl.ioctl(device, _OFFLOAD, _CHECKSUMS_AND_LARGE_PACKETS)

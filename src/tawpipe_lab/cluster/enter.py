@@ -1,8 +1,8 @@
-"""Run as a file: becomes the command of one rank, inside the namespace of its node.
+"""Program, run as a file, that becomes the command of one rank inside the namespace of its node.
 
-The launcher starts this once for every rank, with its variables. The process stays the same through both replacements
-(by ``ip netns exec``, then by the command), so what the launcher has arranged for it holds: its number, its process
-group and the signal at the launcher's death.
+The launcher starts it once per rank, with its variables. The process is replaced twice, by ``ip netns exec`` and then
+by the command, and stays the same process. So its process id, its process group and its signal at the launcher's death
+remain as the launcher arranged them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class RankOrders:
-    """The orders of all ranks, as one word of their command line.
+    """Orders for all ranks, passed as one argument of their command line.
 
     Args:
-        ip: the program.
+        ip: path of the program ``ip``.
         nodes: namespaces by node number.
-        command: of every rank.
-        variables: added to the launcher's; None takes one away.
-        timeout_s: SIGALRM ends a rank that runs longer; 0 does not.
+        command: program and arguments of every rank.
+        variables: environment variables to set; None removes a variable.
+        timeout_s: seconds after which SIGALRM ends a rank; 0 for no limit.
     """
 
     ip: str
@@ -33,17 +33,19 @@ class RankOrders:
     timeout_s: float
 
     def to_word(self) -> str:
+        """Return the orders as one JSON argument."""
         return json.dumps(asdict(self))
 
     def become(self) -> None:
+        """Set variables and the timer, and replace this process by the command inside the node of this rank."""
         for name, value in self.variables.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        # Python ignores broken pipes, and what is ignored stays so in the program that follows.
+        # Python ignores SIGPIPE, and the next program would inherit that.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        # A timer outlives the replacement of the program.
+        # The timer keeps running after execv.
         signal.setitimer(signal.ITIMER_REAL, self.timeout_s)
         node = self.nodes[int(os.environ["GROUP_RANK"])]
         os.execv(self.ip, ["ip", "netns", "exec", node, *self.command])

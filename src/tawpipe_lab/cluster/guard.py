@@ -1,4 +1,7 @@
-"""Guards of a lab cluster, so that it is not left behind or taken away: its name claimed, signals heard."""
+"""Guards of a lab cluster, so that it is neither left behind nor removed by mistake.
+
+They reserve the cluster's name, and control signals while it exists.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from tawpipe.errors import UserError
 
 @contextlib.contextmanager
 def claimed(name: str) -> Iterator[None]:
-    """The cluster ``name`` is this process's while the context lasts, and no longer than the process lives.
+    """Reserve the cluster name ``name`` for this process within the context.
 
-    The claim is a socket in Linux's abstract namespace: it is no file and goes with the process, however that ends.
+    The reservation is a socket in Linux's abstract namespace. It is no file, and it ends with the process, however that
+    ends.
 
     Raises:
-        UserError: another process has claimed it.
+        UserError: another process has reserved the name.
     """
     place = f"\0tawpipe-lab-{name}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as holder:
@@ -37,6 +41,7 @@ def claimed(name: str) -> Iterator[None]:
 
 
 def _owner(place: str) -> str:
+    """Return ``process N`` for the process that holds the socket ``place``; ``another process`` if unknown."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.connect(place)
         pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -46,10 +51,10 @@ def _owner(place: str) -> str:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit(128 + n) as SIGINT raises KeyboardInterrupt, so that ``finally`` runs.
+    """Make SIGTERM and SIGHUP raise SystemExit(128 + number) within the context, so that ``finally`` blocks run.
 
-    Handlers that somebody else has set stay. Outside the main thread nothing is changed, because nothing may be.
-    """
+    Handlers that were set before stay. Outside the main thread nothing changes, because Python allows no handlers
+    there."""
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -62,7 +67,10 @@ def signals_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[None]:
-    """Signals that would end this process are kept back and take effect at the end: a clean-up is not cut short."""
+    """Delay SIGINT, SIGTERM and SIGHUP within the context, so that they do not interrupt a clean-up.
+
+    At the end the first signal that arrived takes effect; further ones are dropped. Outside the main thread nothing
+    changes."""
     got: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
@@ -78,6 +86,9 @@ def signals_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handlers(handlers: dict[signal.Signals, signal._HANDLER]) -> Iterator[None]:
+    """Set signal handlers within the context; the earlier ones are restored at its end.
+
+    Outside the main thread it does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""What the links of a cluster really carry: payload in both directions, and latency.
+"""Measurement of what the links of a cluster really carry: payload in both directions, and latency.
 
-A shaped link carries less than its name says: headers take a share, and so do timers that are late. So bounds and
-predictions take what is measured (``measure_links``), and what is far from its name is said.
+A shaped link carries less than its nominal rate: headers take a share, and so do late timers. So bounds and predictions
+use measured values (``measure_links``), and large differences from the nominal values are reported.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from tawpipe.errors import RunError
 from tawpipe_lab.cluster import network, probe
 
 LOW = 0.8
-"""Share of its name below which a link is not what it is called."""
+"""Smallest share of its nominal rate that a link may carry without a warning. Latencies may differ by as much."""
 MESSAGE_S, SHORT_S = 0.5, 0.02
-"""Messages are no larger than what a link carries in this time, and the short one than what it carries in that."""
+"""Seconds of a link's nominal rate that bound message sizes: of the largest message, and of the short one."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """What the links between the nodes of a cluster carry; bytes of payload per second, of the slowest node.
+    """Measured properties of the links between the nodes of a cluster; rates are bytes of payload per second.
 
     Args:
-        one_way: of one node to the next, while nothing else is under way.
-        both_ways: of all nodes at once, each sending and receiving: (bytes of a message, rate), ascending.
-        latency_s: half of the shortest round trip of one byte over an idle link.
-        idle: (bytes, least seconds) of a short message over an idle link. Seconds below those of its bytes at the rate
-            of the link say that short messages pass for nothing, as on no real link.
-        named: the rate that the slowest link was asked to have; None for an unshaped one.
-        named_latency_s: the latency that was asked for, 0 for none.
+        one_way: rate from one node to the next, while nothing else is in flight.
+        both_ways: rates while all nodes send and receive at once, of the slowest node: (bytes of a message, rate),
+            ascending in bytes.
+        latency_s: half of the shortest round trip of one byte over an idle link, in seconds.
+        idle: (bytes, least seconds) of a short message over an idle link. If the seconds are below bytes / rate, short
+            messages pass for free, which no real link allows.
+        named: nominal rate of the slowest link; None for an unshaped link.
+        named_latency_s: nominal latency; 0 if none was asked for.
     """
 
     one_way: float
@@ -45,17 +46,17 @@ class Links:
 
     @property
     def bytes_per_s(self) -> float:
-        """The most that was carried both ways at once: messages of the size that suits the link best."""
+        """Highest rate in both directions at once, over all message sizes."""
         return max(rate for _, rate in self.both_ways)
 
     @property
     def of_name(self) -> float | None:
-        """Share of its name that a link carries; None for an unshaped one."""
+        """Share of the nominal rate that the links carry; None for unshaped links."""
         return None if self.named is None else self.bytes_per_s / self.named
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the links, in words; empty if nothing is."""
+        """Sentence about links that differ too much from their nominal rate or latency; empty if they do not."""
         if self.of_name is not None and self.of_name < LOW:
             return f"links carry {self.of_name:.2f} of their name: {_megabits(self.bytes_per_s)}"
         if self.named_latency_s and not LOW <= self.named_latency_s / self.latency_s <= 1 / LOW:
@@ -68,23 +69,26 @@ class Links:
         return f"{_megabits(self.one_way)} one way, both ways {both}{name}, latency {1e3 * self.latency_s:.2f} ms"
 
     def spelled_out(self) -> dict[str, Any]:
-        """Plain data, for results."""
+        """Return all fields as plain data, for results."""
         both = [list(pair) for pair in self.both_ways]
         return {**vars(self), "both_ways": both, "idle": list(self.idle), "of_name": self.of_name}
 
     @classmethod
     def from_spelled_out(cls, values: Mapping[str, Any]) -> Links:
-        """The links that ``spelled_out`` has written."""
+        """Build the links whose fields ``spelled_out`` returned."""
         both = tuple((int(size), float(rate)) for size, rate in values["both_ways"])
         names = ("one_way", "latency_s", "named", "named_latency_s")
         return cls(both_ways=both, idle=tuple(values["idle"]), **{name: values[name] for name in names})
 
     @classmethod
     def of(cls, readings: Sequence[dict[str, Any]], sizes: Sequence[int], short: int, **named: Any) -> Links:
-        """The links of which the nodes have read this.
+        """Combine the measurements of all nodes into one object: the slowest node's rates, and node 0's latency.
 
         Args:
+            readings: measurements of every node, as ``probe.read`` returns them.
+            sizes: bytes of the messages.
             short: bytes of the message that passed an idle link.
+            named: nominal rate and latency.
         """
         both = [(size, min(reading["both"][i] for reading in readings)) for i, size in enumerate(sizes)]
         first, second = readings[:2]
@@ -102,14 +106,15 @@ def _size(count: int) -> str:
 def measure_links(
     nodes: Sequence[str], rate: int | None, sizes: Sequence[int], *, latency_s: float = 0.0
 ) -> Links | None:
-    """Measures the links between the namespaces ``nodes``, which are idle; None if there is one node and no link.
+    """Measure rates and latency of the links between namespaces; return None if there is one node.
 
-    It takes about a second and one more for every size.
+    This takes about a second, and one more second per size. The links must be idle.
 
     Args:
-        rate: of the slowest link by its name, in bits per second; None for unshaped ones.
-        sizes: bytes of the messages.
-        latency_s: that a message was to have.
+        nodes: names of the nodes' namespaces.
+        rate: nominal rate of the slowest link in bits per second; None for unshaped links.
+        sizes: bytes of the messages. Sizes above ``MESSAGE_S`` seconds of the nominal rate are reduced to that.
+        latency_s: nominal latency of a message, in seconds.
 
     Raises:
         RunError: a node does not reach another one.
@@ -123,6 +128,7 @@ def measure_links(
     asked = json.dumps({"addresses": addresses, "sizes": sizes, "short": short})
 
     def read(node: int) -> dict[str, Any]:
+        """Run the probe inside node ``node`` and return its measurements."""
         inside = ("ip", "netns", "exec", nodes[node], sys.executable, "-I", "-S", probe.__file__)
         try:
             return json.loads(network.call(*inside, asked, str(node)))

@@ -1,4 +1,4 @@
-"""Namespaces, links and shapers of a lab cluster, made and removed with iproute2.
+"""Namespaces, links and shapers of a lab cluster, created and removed with iproute2.
 
 A cluster ``NAME`` of n nodes is the network namespaces ``NAME0`` .. ``NAMEn-1`` and ``NAME-switch``, and nothing else:
 
@@ -6,11 +6,11 @@ A cluster ``NAME`` of n nodes is the network namespaces ``NAME0`` .. ``NAMEn-1``
     NAME1 [ lab0 ]====[ port1 ]-+ bridge     (NAME-switch)
     ...
 
-The bridge has a namespace of its own, so the machine's own interfaces, routes and packet filters are neither touched
-nor met: addresses cannot collide, interface names need no prefix, and a firewall made for containers drops nothing.
-Each end of a veth pair sends through a token bucket, which shapes a node's link in both directions. Links with a
-latency are pairs of other devices, see ``delay``. Traffic to an address of the own node never reaches the link: the
-kernel routes it over the node's loopback.
+The bridge has its own namespace, so that the machine's interfaces, routes and packet filters stay as they are and have
+no effect: addresses cannot collide, interface names need no prefix, and a firewall for containers drops nothing. Each
+end of a veth pair sends through a token bucket, which shapes a node's link in both directions. Links with a latency are
+pairs of other devices, see ``delay``. Traffic to an address of the own node never reaches the link: the kernel routes
+it over the node's loopback.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from tawpipe_lab.cluster import delay
 from tawpipe_lab.cluster.delay import ends_of
 
 INTERFACE = "lab0"
-"""A node's link, inside its namespace."""
+"""Interface of a node's link, inside its namespace."""
 
 MAX_NODES = 250
-"""Nodes for which the cluster's network has addresses, with some to spare."""
+"""Largest number of nodes; the cluster's network has slightly more addresses."""
 
 SLOW_START = "/proc/sys/net/ipv4/tcp_slow_start_after_idle"
-"""Of every namespace: whether connections that have rested begin slowly."""
+"""File of a kernel setting, per network namespace: 1 if TCP connections start slowly again after a pause, else 0."""
 
 _NETWORK = "10.77.0"
 _NAMESPACES = Path("/var/run/netns")
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _SMALLEST, _LARGEST = 8 * 1024, 64 * 1024
-"""Packets of the kernel, which it cuts into frames as they leave: what counts bytes sees the headers of packets."""
+"""Smallest and largest size of a packet in bytes. The kernel cuts packets into frames as they leave, and byte counters
+include the headers of packets only."""
 _FRAME, _HEADERS = 9000, 80
-"""Bytes of a large Ethernet frame, as fast networks have them, and of its headers: these take a hundredth of it, and a
-twentieth of a frame of 1,500.
-"""
+"""Bytes of a large Ethernet frame, as fast networks use them, and bytes of its headers. Headers take 1 % of this frame,
+and 5 % of a frame of 1,500 bytes."""
 _PACKET_S, _LATE_S = 3e-4, 1e-4
-"""Time that a packet takes of the slowest link, within these sizes; and by which a timer may be late."""
+"""Seconds that a packet takes on the slowest link, within the packet sizes; and seconds by which a timer may be
+late."""
 _QUEUE_S = 0.2
 _NOT_ALLOWED = re.compile(r"not permitted|permission denied", re.IGNORECASE)
 _NOT_IN_KERNEL = re.compile(r"qdisc kind is unknown|unknown device type|not supported", re.IGNORECASE)
@@ -61,9 +62,10 @@ _NOT_IN_KERNEL = re.compile(r"qdisc kind is unknown|unknown device type|not supp
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that an interface has carried since it was made, with the packets' headers.
+    """Bytes that an interface has carried since it was created, including the packets' headers.
 
-    The kernel counts a run of segments that it handles as one with the headers of one, so this is close to the payload.
+    The kernel counts a run of segments that it handles together with the headers of one, so the bytes are close to the
+    payload.
     """
 
     sent: int
@@ -74,19 +76,20 @@ class Traffic:
 
 
 def address(node: int) -> str:
-    """The address of a node's link. It means something inside the cluster only."""
+    """Return the IP address of a node's link, which is valid only inside the cluster."""
     return f"{_NETWORK}.{node + 1}"
 
 
 def switch_of(name: str) -> str:
+    """Return the namespace of the switch of the cluster ``name``."""
     return f"{name}-switch"
 
 
 def program(name: str) -> str:
-    """The path of ``ip`` or ``tc``; the folders of root's programs count even if they are not in PATH.
+    """Return the path of ``ip`` or ``tc``; folders for root's programs are searched even if they are not in PATH.
 
     Raises:
-        UserError: it is not installed.
+        UserError: the program is not installed.
     """
     folders = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
     path = shutil.which(name, path=folders)
@@ -98,10 +101,10 @@ def program(name: str) -> str:
 
 
 def require() -> None:
-    """Checks what can be checked before anything is made.
+    """Raise an error if this machine cannot have a cluster, as far as that is known before one is built.
 
     Raises:
-        UserError: not Linux, not root, or iproute2 is missing.
+        UserError: the system is not Linux, the process is not root, or iproute2 is missing.
     """
     if not sys.platform.startswith("linux"):
         raise UserError("tawpipe lab", platform.system(), "Linux, because nodes are network namespaces")
@@ -112,13 +115,16 @@ def require() -> None:
 
 
 def call(*words: str) -> str:
-    """Runs ``ip`` or ``tc`` and returns what it says.
+    """Run ``ip`` or ``tc`` with arguments, wait for its end, and return its standard output.
+
+    Args:
+        *words: name of the program, then its arguments.
 
     Raises:
-        UserError: this machine or its kernel does not allow it.
-        RunError: it failed for another reason.
+        UserError: this machine or its kernel does not allow the command.
+        RunError: the command failed for another reason.
     """
-    # A process group of its own: Ctrl-C must not cut a clean-up short.
+    # A separate process group, so that Ctrl-C does not interrupt a clean-up.
     done = subprocess.run([program(words[0]), *words[1:]], capture_output=True, text=True, process_group=0)
     if done.returncode == 0:
         return done.stdout
@@ -131,13 +137,14 @@ def call(*words: str) -> str:
 
 
 def namespaces(name: str) -> list[str]:
-    """The namespaces that exist of the cluster ``name``: nodes in their order, then the switch."""
+    """Return the existing namespaces of the cluster ``name``: nodes in order, then the switch."""
     pattern = re.compile(rf"{re.escape(name)}(\d+|-switch)")
     existing = [entry for entry in _listed() if pattern.fullmatch(entry)]
     return sorted(existing, key=lambda entry: (entry == switch_of(name), len(entry), entry))
 
 
 def _listed() -> list[str]:
+    """Return the names of all network namespaces of this machine."""
     try:
         return [entry.name for entry in _NAMESPACES.iterdir()]
     except FileNotFoundError:
@@ -145,18 +152,21 @@ def _listed() -> list[str]:
 
 
 def build(name: str, rates: Sequence[int | None], *, latency_s: float = 0.0) -> None:
-    """Makes the cluster ``name``, of which nothing may exist. What was made before an error stays for :func:`remove`.
+    """Create the namespaces, links and shapers of the cluster ``name``, of which nothing may exist yet.
+
+    After an error, the parts that were created stay; :meth:`remove` removes them.
 
     Args:
-        rates: of each node's link, in bits per second for each direction; None is unshaped.
-        latency_s: of a message between two nodes, besides what the machine takes; 0 makes links without a delay.
+        name: name of the cluster.
+        rates: rate of each node's link in bits per second, in each direction; None for an unshaped link.
+        latency_s: seconds added to the latency of a message between two nodes; 0 for links without delay.
     """
     switch = switch_of(name)
     slowest = min((rate for rate in rates if rate is not None), default=0)
     packet = min(_LARGEST, max(_SMALLEST, round(slowest / 8 * _PACKET_S))) if slowest else _LARGEST
     frame = str(min(packet, _FRAME))
     call("ip", "netns", "add", switch)
-    # Without generated IPv6 addresses and multicast snooping an idle link carries no byte.
+    # An idle link must carry no byte: no generated IPv6 addresses, no multicast snooping.
     call("ip", "-n", switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
     call("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none")
     for node in range(len(rates)):
@@ -177,16 +187,20 @@ def build(name: str, rates: Sequence[int | None], *, latency_s: float = 0.0) -> 
         call("ip", "-n", inside, "link", "set", INTERFACE, "addrgenmode", "none", "up")
         call("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
         if "cubic" in _CONGESTION_CONTROLS.read_text().split():
-            # Most clusters have it. Others estimate the rate of a link, and leave some of a shaped one unused.
+            # Most clusters use cubic. Algorithms that estimate the rate leave some of a shaped link unused.
             call("ip", "-n", inside, "route", "change", f"{_NETWORK}.0/24", "dev", INTERFACE, "congctl", "cubic")
-    # Last, because a bridge that is up says that the cluster is whole.
+    # Last: `is_whole` takes a bridge that is up as the sign of a complete cluster.
     call("ip", "-n", switch, "link", "set", "bridge", "up")
 
 
 def _delayed_links(name: str, num_nodes: int, latency_s: float) -> None:
-    """The links of all nodes as pairs of devices between which a process carries packets, see ``delay``.
+    """Create the links of all nodes as pairs of devices, and start a process that carries packets between them.
 
-    The process stays, in the switch's namespace: whoever removes the cluster ends it.
+    The process stays in the switch's namespace until the cluster is removed. See ``delay``.
+
+    Raises:
+        UserError: the machine has no tun device.
+        RunError: the devices cannot be created.
     """
     if not os.access(delay.TUN, os.R_OK | os.W_OK):
         raise UserError(
@@ -194,7 +208,7 @@ def _delayed_links(name: str, num_nodes: int, latency_s: float) -> None:
         )
     switch = switch_of(name)
     words = [program("ip"), "netns", "exec", switch, sys.executable, "-I", "-S", delay.__file__]
-    # A session of its own: the links of `tawpipe lab up` outlive the command and its terminal.
+    # A new session: the links of `tawpipe lab up` outlive the command and its terminal.
     process = subprocess.Popen(
         [*words, str(num_nodes), repr(latency_s)],
         stdin=subprocess.DEVNULL,
@@ -211,19 +225,22 @@ def _delayed_links(name: str, num_nodes: int, latency_s: float) -> None:
     for node in range(num_nodes):
         inside, (end, _) = f"{name}{node}", ends_of(node)
         call("ip", "-n", switch, "link", "set", end, "netns", inside, "name", INTERFACE)
-        # Or after a rest a message waits for one round trip more, and for some if it is large: see docs/cluster.md.
+        # Else the first message after a pause waits for extra round trips, see docs/cluster.md.
         call("ip", "netns", "exec", inside, "sh", "-c", f"echo 0 > {SLOW_START}")
 
 
 def _shape(namespace: str, interface: str, rate: int, packet: int) -> None:
-    """A token bucket on what leaves ``interface``, at ``rate`` bits per second.
+    """Limit what ``interface`` sends to ``rate`` bits per second, with a token bucket of ``tc``.
 
-    The burst lets a packet pass whole and outlasts the delay of a timer, and is no larger: what fits into it passes a
-    link that was idle in no time, as on no real link. So packets are small where links are slow. Queues hold 200 ms, as
-    a switch with ample buffers does; beyond that packets are dropped.
+    The burst is as large as one packet plus what passes while a timer is late, and no larger: bytes within the burst
+    pass an idle link in no time, as on no real link. So packets are small if links are slow. Queues hold 200 ms of
+    traffic, like a switch with large buffers; further packets are dropped.
 
     Args:
-        packet: bytes of the largest one that comes.
+        namespace: namespace of the interface.
+        interface: name of the interface.
+        rate: bits per second.
+        packet: bytes of the largest packet.
     """
     burst = packet + (packet // _FRAME + 1) * _HEADERS + round(rate / 8 * _LATE_S)
     limit = burst + round(rate / 8 * _QUEUE_S)
@@ -232,7 +249,7 @@ def _shape(namespace: str, interface: str, rate: int, packet: int) -> None:
 
 
 def is_whole(name: str) -> bool:
-    """True if the cluster was built to its end and nothing of it has been taken away."""
+    """Return True if all namespaces of the cluster exist and its bridge is up, which is the last step of ``build``."""
     existing = namespaces(name)
     if existing != [*(f"{name}{node}" for node in range(len(existing) - 1)), switch_of(name)]:
         return False
@@ -242,9 +259,9 @@ def is_whole(name: str) -> bool:
 
 
 def remove(name: str) -> None:
-    """Ends every process in the namespaces of the cluster ``name`` and removes these, however much of it exists.
+    """End every process in the namespaces of the cluster ``name``, and remove the namespaces that exist.
 
-    Links and shapers go with the namespaces that hold them.
+    Links and shapers disappear with their namespaces.
 
     Raises:
         RunError: a process does not end.
@@ -254,22 +271,22 @@ def remove(name: str) -> None:
         end_processes(existing)
     finally:
         for namespace in existing:
-            # Another `down` may have been faster.
+            # Another `down` may have removed it meanwhile.
             if namespace in _listed():
                 call("ip", "netns", "delete", namespace)
 
 
 def traffic(namespace: str) -> Traffic:
-    """Bytes that the link of a node has carried, by the counters of its namespace."""
+    """Return the bytes that the link of a node has carried, from the counters of its namespace."""
     stats = json.loads(call("ip", "-j", "-s", "-n", namespace, "link", "show", "dev", INTERFACE))[0]["stats64"]
     return Traffic(sent=stats["tx"]["bytes"], received=stats["rx"]["bytes"])
 
 
 def own_traffic() -> Traffic:
-    """Bytes that the link of this process's node has carried; cheap enough to be read around every step.
+    """Return the bytes that the link of this process's node has carried; cheap enough to call around every step.
 
     Raises:
-        RunError: this process runs in no node.
+        RunError: this process does not run in a node.
     """
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         interface, _, numbers = line.partition(":")
@@ -280,12 +297,16 @@ def own_traffic() -> Traffic:
 
 
 def end_processes(inside: Sequence[str], *, grace_s: float = 2.0, patience_s: float = 10.0) -> None:
-    """Ends all processes in the namespaces ``inside`` but this one: SIGTERM, after the grace SIGKILL.
+    """End all processes in the namespaces ``inside`` except this one: first with SIGTERM, then with SIGKILL.
 
-    Signals go through process descriptors, so a process number that is given out anew meanwhile cannot be hit.
+    Signals go through process descriptors, so that they cannot hit a new process that got an old process id.
+
+    Args:
+        grace_s: seconds between SIGTERM and SIGKILL.
+        patience_s: further seconds to wait after SIGKILL.
 
     Raises:
-        RunError: some are left after ``grace_s + patience_s`` seconds.
+        RunError: processes are left after ``grace_s + patience_s`` seconds.
     """
     kill_at = time.monotonic() + grace_s
     while members := _processes(inside):
@@ -298,7 +319,7 @@ def end_processes(inside: Sequence[str], *, grace_s: float = 2.0, patience_s: fl
             with contextlib.suppress(ProcessLookupError):
                 opened[pid] = os.pidfd_open(pid)
         try:
-            # Asked again, now that no number can change its meaning unnoticed.
+            # List again: a descriptor now protects every process id from being reused.
             waiting = {opened[pid] for pid in _processes(inside) & set(opened)}
             for descriptor in waiting:
                 with contextlib.suppress(ProcessLookupError):
@@ -311,9 +332,9 @@ def end_processes(inside: Sequence[str], *, grace_s: float = 2.0, patience_s: fl
 
 
 def _processes(inside: Sequence[str]) -> set[int]:
-    """Numbers of the processes in the namespaces ``inside``, but for this one."""
+    """Return the ids of all processes in the namespaces ``inside``, except this one."""
     numbers = set[int]()
     for namespace in inside:
-        with contextlib.suppress(RunError):  # another `down` may have been faster
+        with contextlib.suppress(RunError):  # another `down` may have removed it
             numbers |= set(map(int, call("ip", "netns", "pids", namespace).split()))
     return numbers - {os.getpid()}

@@ -1,6 +1,7 @@
-"""Run as a file inside a node: one side of a measurement of links, with plain sockets and the standard library alone.
+"""Program, run as a file inside a node, that measures one side of a cluster's links with plain sockets.
 
-Every node sends to the next one and receives from the one before, as rings and pairwise exchanges do.
+It needs only the standard library. Every node sends to the next node and receives from the one before, as in rings and
+pairwise exchanges.
 """
 
 from __future__ import annotations
@@ -16,13 +17,22 @@ from typing import Any
 PORT = 29_400
 ROUND_TRIPS, PAUSE_S = 20, 0.01
 SECONDS, MESSAGES = 0.8, 4
-"""Messages of one size are sent for so long, and at least so many."""
+"""Seconds for which messages of one size are sent, and least number of messages of one size."""
 _BLOCK = 1 << 18
 _PATIENCE_S = 60.0
 
 
 def read(node: int, addresses: Sequence[str], sizes: Sequence[int], short: int) -> dict[str, Any]:
-    """One node's side: its seconds and rates, as ``Links.of`` takes them. All nodes run it at the same time."""
+    """Measure the links of one node while all other nodes do so, too; return rates and seconds by name.
+
+    All nodes must run this at one time, and wait for each other. ``Links.of`` explains the keys.
+
+    Args:
+        node: number of this node.
+        addresses: IP addresses of all nodes.
+        sizes: bytes of the messages.
+        short: bytes of the short message over an idle link.
+    """
     ahead, behind = _ring(node, addresses)
     reading: dict[str, Any] = {}
     for name, size in (("latency_s", 1), ("short_s", short)):
@@ -52,7 +62,13 @@ def read(node: int, addresses: Sequence[str], sizes: Sequence[int], short: int) 
 
 
 def _ring(node: int, addresses: Sequence[str]) -> tuple[socket.socket, socket.socket]:
-    """Connections to the next node and from the one before."""
+    """Connect to the next node of the ring, accept the node before, and return both connections: (next, before).
+
+    Waits until both nodes are ready, with a time limit of ``_PATIENCE_S`` seconds for each.
+
+    Raises:
+        OSError: a node was not ready in time.
+    """
     server = socket.create_server((addresses[node], PORT))
     give_up = time.monotonic() + _PATIENCE_S
     while True:
@@ -72,7 +88,7 @@ def _ring(node: int, addresses: Sequence[str]) -> tuple[socket.socket, socket.so
 
 
 def _together(node: int, ahead: socket.socket, behind: socket.socket) -> None:
-    """A barrier: a byte goes round twice."""
+    """Wait until all nodes have reached this call: a byte passes round the ring twice."""
     for _ in range(2):
         if node == 0:
             ahead.sendall(b"?")
@@ -82,7 +98,7 @@ def _together(node: int, ahead: socket.socket, behind: socket.socket) -> None:
 
 
 def _there_and_back(connection: socket.socket, size: int) -> float:
-    """Seconds of a message over an idle link, and of the byte that answers it."""
+    """Return the seconds from sending ``size`` bytes over an idle link to receiving the byte that answers."""
     time.sleep(PAUSE_S)
     begin = time.perf_counter()
     connection.sendall(bytes(size))
@@ -91,7 +107,10 @@ def _there_and_back(connection: socket.socket, size: int) -> float:
 
 
 def _send(connection: socket.socket, size: int) -> None:
-    """Messages of ``size`` bytes, each with a byte before it that says so, then one that says that it was the last."""
+    """Send messages of ``size`` bytes for ``SECONDS`` seconds, and at least ``MESSAGES`` of them.
+
+    Each message begins with the byte ``+``; after the last one follows the byte ``.``.
+    """
     message, until, sent = b"+" + bytes(size), time.monotonic() + SECONDS, 0
     while sent < MESSAGES or time.monotonic() < until:
         connection.sendall(message)
@@ -100,7 +119,10 @@ def _send(connection: socket.socket, size: int) -> None:
 
 
 def _rate(connection: socket.socket, size: int) -> float:
-    """Bytes per second of what ``_send`` sends, from the end of the first message to that of the last."""
+    """Receive all messages of ``_send`` and return their rate in bytes per second.
+
+    The rate counts from the end of the first message to the end of the last one.
+    """
     ends = []
     while _receive(connection, 1) == b"+":
         _receive(connection, size)
@@ -109,7 +131,11 @@ def _rate(connection: socket.socket, size: int) -> float:
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
-    """The next ``count`` bytes; of many only the last block."""
+    """Receive ``count`` bytes and return them; of many bytes return only the last block.
+
+    Raises:
+        ConnectionError: the other side has closed the connection.
+    """
     left, last = count, b""
     while left:
         last = connection.recv(min(left, _BLOCK))

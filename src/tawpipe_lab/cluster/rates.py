@@ -1,4 +1,4 @@
-"""Rates and latencies of links as users write them: ``400mbit`` for all nodes, ``400mbit,none`` for each; ``5ms``."""
+"""Rates and latencies of links as users write them: ``400mbit`` for all nodes, ``400mbit,none`` per node; ``5ms``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from tawpipe.errors import UserError
 
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 SLOWEST, FASTEST = 10**6, 10**11
-"""Bits per second. Below, one packet of the kernel's largest size takes half a second; above, a queue overflows tc."""
+"""Smallest and largest rate in bits per second. Below it, one packet of the kernel's largest size takes half a second;
+above it, the size of a queue overflows in tc."""
 
 TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 SHORTEST_S, LONGEST_S = 0.5e-3, 1.0
-"""A shorter latency would be the machine's own: a tenth of a millisecond, and what carrying packets adds."""
+"""Smallest and largest latency in seconds. A shorter one would hardly differ from the machine's own: a tenth of a
+millisecond, plus the time to carry packets."""
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s)")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]bit)(?:/s)?", re.IGNORECASE)
@@ -23,10 +25,10 @@ _EXPECTED = (
 
 
 def _parse_rate(text: str) -> int | None:
-    """Bits per second, or None where the link is not shaped.
+    """Return the bits per second of a rate; None for ``none``, an unshaped link.
 
     Raises:
-        UserError: no rate, or one that cannot be shaped.
+        UserError: the text is no rate, or a rate that cannot be shaped.
     """
     words = text.strip().lower()
     if words == "none":
@@ -39,10 +41,14 @@ def _parse_rate(text: str) -> int | None:
 
 
 def parse_rates(text: str | None, *, nodes: int) -> tuple[int | None, ...]:
-    """Bits per second of every node's link: one rate for all, or as many as there are nodes, with commas between.
+    """Return the bits per second of every node's link; None for an unshaped link.
+
+    Args:
+        text: one rate for all nodes, or one per node with commas between; None for unshaped links.
+        nodes: number of nodes.
 
     Raises:
-        UserError: no rates, or another number of them.
+        UserError: the text contains no valid rates, or another number of them.
     """
     parts = ["none"] if text is None else text.split(",")
     rates = tuple(_parse_rate(part) for part in parts)
@@ -52,10 +58,10 @@ def parse_rates(text: str | None, *, nodes: int) -> tuple[int | None, ...]:
 
 
 def parse_latency(text: str | None) -> float:
-    """Seconds that a message takes from one node to another; 0 for what the machine takes.
+    """Return the seconds that a message takes from one node to another; 0 for no added latency.
 
     Raises:
-        UserError: no time, or one that cannot be made.
+        UserError: the text is no time, or a time that cannot be made.
 
     >>> parse_latency("5ms"), parse_latency("none")
     (0.005, 0.0)
@@ -71,7 +77,8 @@ def parse_latency(text: str | None) -> float:
 
 
 def format_rate(rate: int | None) -> str:
-    """
+    """Return a rate in bits per second as text with a unit; ``unshaped`` for None.
+
     >>> format_rate(400_000_000), format_rate(2_500_000_000), format_rate(None)
     ('400 Mbit/s', '2.5 Gbit/s', 'unshaped')
     """

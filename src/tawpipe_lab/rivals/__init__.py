@@ -1,1 +1,1 @@
-"""The rivals of this project: strategies as torch and DeepSpeed ship them."""
+"""Rivals of this project: strategies as torch and DeepSpeed ship them."""

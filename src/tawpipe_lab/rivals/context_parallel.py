@@ -1,9 +1,9 @@
-"""Context parallelism over all devices with FSDP2: each of them computes a share of the tokens of every document.
+"""Context parallelism over all devices with FSDP2: each device computes a share of every document's tokens.
 
-torch's own ``context_parallel`` takes no packed rows and works with real attention, so its transfers are made here, in
-the way that suits it best: keys and values of a layer go round all devices (all-gather, as many bytes as a ring of
-attention passes on) while the layer computes, once forward and once more for the recomputation, and their gradients go
-round likewise (reduce-scatter) while the next layer computes. Weights and gradients are FSDP2's.
+torch's own ``context_parallel`` takes no packed rows and works only with real attention. So its transfers are made
+here, in the way that is best for it. Keys and values of a layer are all-gathered over all devices while the layer
+computes, once in the forward pass and once more for the recomputation. An all-gather passes as many bytes as ring
+attention. Their gradients are reduce-scattered while the next layer computes. Weights and gradients are FSDP2's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LANE = "SEQ"
 
 
 class KeysOfAll:
-    """Moves keys and values of documents between all devices, in the background.
+    """Transfers of documents' keys and values between all devices, in a background thread.
 
     Args:
-        keys_bytes: of one document and layer, fp32.
+        keys_bytes: bytes of the keys and values of one document in one layer, fp32.
     """
 
     def __init__(self, lanes: TransferLanes, topology: Topology, keys_bytes: int) -> None:
@@ -35,22 +35,24 @@ class KeysOfAll:
         self._last: CpuEvent | None = None
 
     def attach(self, layer: nn.Module) -> None:
-        """Have a layer exchange whenever it computes."""
+        """Add hooks to a layer so that it gathers keys and values when it computes, and reduces their gradients."""
         layer.register_forward_pre_hook(lambda _, given: (_Begin.apply(given[0], self), *given[1:]))
         layer.register_forward_hook(lambda _, given, output: _End.apply(output, self))
 
     def gather(self, documents: int) -> None:
+        """Start to all-gather the keys and values of ``documents`` documents in the background; return at once."""
         share = torch.ones(documents * self._each)
         self._submit(lambda: all_gather(share.new_empty(self._size * share.numel()), share, group=self._group))
 
     def reduce(self, documents: int) -> None:
+        """Start to reduce-scatter the gradients of keys and values of ``documents`` documents; return at once."""
         every = torch.ones(self._size * documents * self._each)
         members = dist.get_process_group_ranks(self._group)
         share = every.new_empty(documents * self._each)
         self._submit(lambda: ring_reduce_scatter(share, every, members, self._group))
 
     def wait(self) -> None:
-        """For all that was begun."""
+        """Wait until the transfer that was started last is done, and with it all earlier ones."""
         if self._last is not None:
             self._last.wait()
 
@@ -59,7 +61,10 @@ class KeysOfAll:
 
 
 class _Begin(torch.autograd.Function):
-    """Before a layer: its keys and values set out. Backward, after it: they are there, and their gradients set out."""
+    """Autograd node before a layer, which starts to gather the layer's keys and values.
+
+    In backward, it waits until they are gathered, and starts to reduce their gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: KeysOfAll) -> Tensor:
@@ -75,13 +80,13 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """After a layer: its keys and values are there. Backward, before it: they set out again."""
+    """Autograd node after a layer, which waits for the layer's keys and values; in backward, it gathers them again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: KeysOfAll) -> Tensor:
         ctx.keys = keys
         keys.wait()
-        return x.clone()  # what FSDP2 is given to hook on may be no view
+        return x.clone()  # FSDP2 adds hooks to the output, which must not be a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

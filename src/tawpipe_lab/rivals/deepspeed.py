@@ -1,21 +1,21 @@
 """Rivals that shard, as DeepSpeed ships them: ZeRO-3, and ZeRO++'s hpZ, through its public interface.
 
-What DeepSpeed does on the CPU with gloo, which has no streams:
+On the CPU with gloo, which has no streams, DeepSpeed behaves as follows:
 
-* All-gathers are asynchronous there too (``async_op=True``, run by gloo's threads) and overlap with computing where
-  they are issued ahead: from the second pass on, when DeepSpeed knows the order of the layers. Its reductions are
-  issued with ``async_op=False`` on a stream that the CPU lacks, so that every one of them blocks the backward pass.
+* All-gathers are asynchronous there too (``async_op=True``, run by gloo's threads). They overlap with computing if they
+  are issued ahead: from the second pass on, when DeepSpeed knows the order of the layers. Reductions are issued with
+  ``async_op=False`` on a stream that the CPU lacks, so that each one blocks the backward pass.
 * Its reduce-scatter is torch's, which gloo runs as an all-reduce: twice the bytes.
-* hpZ takes its copy inside the node when the weights are first released after an update, and drops it after the next
-  update. So weights cross between nodes once per step, not once per round as with `fsdp2-node`; the price is 1/local
-  of all weights in every process.
-* The quantised parts of ZeRO++ are CUDA kernels, and no row has them.
+* hpZ makes its copy inside the node when the weights are first released after an update, and drops it after the next
+  update. So weights cross between nodes once per step, not once per round as with `fsdp2-node`. The cost is 1/local of
+  all weights in the memory of every process.
+* The quantised parts of ZeRO++ are CUDA kernels, so that no row has them.
 
-Settings that are not knobs: every layer is sharded however small it is (``stage3_param_persistence_threshold`` 0) and
-reduced by itself (``reduce_bucket_size`` of one layer) straight from where it was computed (``contiguous_gradients``
-off, which would copy it first). Weights are released after the forward pass, but for the last layer's; DeepSpeed's
-defaults keep the last 10^9 (``stage3_max_reuse_distance``). DeepSpeed builds a small operator with a C++ compiler when
-it first starts.
+Settings that are not knobs: every layer is sharded however small it is (``stage3_param_persistence_threshold`` 0). It
+is reduced by itself (``reduce_bucket_size`` of one layer), straight from where it was computed
+(``contiguous_gradients`` off, which would copy it first). Weights are released after the forward pass, except the last
+layer's; DeepSpeed's defaults keep the last 10^9 (``stage3_max_reuse_distance``). DeepSpeed builds a small operator with
+a C++ compiler at its first start.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ class ZeroSettings:
     """Knobs of DeepSpeed's ZeRO-3.
 
     Args:
-        micro_batches_per_gather: concatenated to one forward and backward pass, so that one gather serves them.
-        prefetch: layers whose weights are gathered ahead (``stage3_prefetch_bucket_size``, and
-            ``stage3_max_live_parameters`` of one layer more).
+        micro_batches_per_gather: number of micro-batches that are concatenated to one forward and backward pass, so
+            that one gather serves them.
+        prefetch: number of layers whose weights are gathered ahead (``stage3_prefetch_bucket_size``;
+            ``stage3_max_live_parameters`` is one layer more).
     """
 
     micro_batches_per_gather: int = 1
@@ -57,10 +58,13 @@ class ZeroSettings:
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
-    """DeepSpeed's ZeRO-3; see `tawpipe_lab.contender.Maker`.
+    """Build a contender that runs DeepSpeed's ZeRO-3; see `tawpipe_lab.contender.Maker`.
 
-    ``zero3`` shards over all ranks; ``zero-hpz`` does the same and besides keeps a copy of the weights in every node
-    (``zero_hpz_partition_size`` of the node's size), from which it gathers while it holds.
+    ``zero3`` shards over all ranks. ``zero-hpz`` also keeps a copy of the weights in every node
+    (``zero_hpz_partition_size`` of the node's size), from which it gathers until the next update.
+
+    Raises:
+        UserError: DeepSpeed is not installed, or cannot run this workload on this topology with these knobs.
     """
     settings = read_settings(ZeroSettings, name, knobs)
     if not isinstance(workload, TimedWorkload):
@@ -72,10 +76,13 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
 
 
 def load(name: str) -> Any:
-    """The module, for the CPU.
+    """Import and return the module ``deepspeed``, for the CPU.
+
+    Args:
+        name: strategy, for the message.
 
     Raises:
-        UserError: it is not installed.
+        UserError: DeepSpeed is not installed.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -85,10 +92,10 @@ def load(name: str) -> Any:
 
 
 def _deepspeed(name: str, topology: Topology, rank: int) -> Any:
-    """The module, in the process group that exists.
+    """Import ``deepspeed`` and initialise it in the existing process group; return the module.
 
     Raises:
-        UserError: it, or something that it needs, is not installed.
+        UserError: DeepSpeed, or something that it needs, is not installed.
     """
     os.environ.setdefault("LOCAL_RANK", str(topology.local_of(rank)))
     deepspeed = load(name)
@@ -101,6 +108,8 @@ def _deepspeed(name: str, topology: Topology, rank: int) -> Any:
 
 
 class _Zero(Contender):
+    """Contender that trains a timed workload with DeepSpeed's engine."""
+
     def __init__(
         self, name: str, workload: TimedWorkload, topology: Topology, settings: ZeroSettings, deepspeed: Any
     ) -> None:
@@ -116,11 +125,11 @@ class _Zero(Contender):
         if workload.optimizer:
             optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         else:
-            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)  # DeepSpeed's engine wants one
+            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)  # DeepSpeed's engine needs an optimizer
         self._engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
 
     def _config(self, topology: Topology) -> dict[str, Any]:
-        """The configuration for ``deepspeed.initialize``; sizes are numbers of weights."""
+        """Return the configuration for ``deepspeed.initialize``; sizes in it are numbers of weights."""
         settings, sizes = self.settings, [part.elements for part in self.workload.parts]
         layer = max(sizes)
         return {
@@ -139,16 +148,16 @@ class _Zero(Contender):
                 "stage3_max_live_parameters": (1 + settings.prefetch) * layer,
                 "stage3_max_reuse_distance": layer,
                 "stage3_param_persistence_threshold": 0,
-                "memory_efficient_linear": False,  # or torch's own is replaced for everybody in the process
+                "memory_efficient_linear": False,  # True would replace torch's linear for the whole process
             },
         }
 
     @staticmethod
     def _shard(layer: TimedLayer, config: dict[str, Any], deepspeed: Any) -> TimedLayer:
-        """Sharded one by one as they are made, so that no process ever holds the whole model.
+        """Shard one layer right after it was made, so that no process ever holds the whole model; return it.
 
-        DeepSpeed has one group of hpZ per process: it refuses to make a second one for a second model, and the engine
-        would give it to a model without hpZ too if that was not sharded here.
+        DeepSpeed has one hpZ group per process: it refuses to make a second one for a second model. The engine would
+        also give that group to a model without hpZ, if the layers were not sharded here.
         """
         groups = import_module("deepspeed.utils.groups")
         hpz = config["zero_optimization"]["zero_hpz_partition_size"] > 1
@@ -159,7 +168,7 @@ class _Zero(Contender):
     def step(self) -> None:
         tokens = torch.zeros(self.settings.micro_batches_per_gather, 1)
         for _ in range(self._rounds):
-            # DeepSpeed takes the mean over the ranks; gradients here are sums over micro-batches.
+            # DeepSpeed averages over the ranks, but gradients here are sums over micro-batches.
             loss = timed_loss(self._engine(tokens)) * self._ranks
             self._engine.backward(loss, scale_wrt_gas=False)
             self._engine.step()

@@ -1,14 +1,14 @@
-"""Rivals that shard, as torch ships them: FSDP2 in its settings, called through its public interface only.
+"""Rivals that shard, as torch ships them: FSDP2 with its settings, called only through its public interface.
 
-What they do on the CPU with gloo, which has no streams:
+On the CPU with gloo, which has no streams, FSDP2 behaves as follows:
 
-* A gather that FSDP2 issues by itself blocks until the weights are there, and so does its own prefetch, implicit or set
-  by ``set_modules_to_forward_prefetch``. A gather issued by ``FSDPModule.unshard(async_op=True)`` runs in gloo's
-  threads while the device computes. The knob ``prefetch`` does that, from hooks around each layer, for so many layers
-  ahead.
+* A gather that FSDP2 issues by itself blocks until the weights have arrived. This includes its own prefetch, implicit
+  or set by ``set_modules_to_forward_prefetch``. A gather issued by ``FSDPModule.unshard(async_op=True)`` runs in gloo's
+  threads while the device computes. The knob ``prefetch`` is the number of layers for which hooks around each layer
+  issue such gathers ahead.
 * The reduction blocks, and gloo runs it as an all-reduce: twice the bytes (see `tawpipe_lab.rivals.fsdp_collectives`).
-  With ``reduction="ring"`` it sends the bytes of a reduce-scatter and runs in the background, through the public hook:
-  what FSDP2 does on a GPU with NCCL.
+  With ``reduction="ring"`` it sends the bytes of a reduce-scatter and runs in the background, through the public hook.
+  FSDP2 does that on a GPU with NCCL.
 * HSDP's all-reduce between nodes blocks; no hook replaces it.
 """
 
@@ -47,7 +47,7 @@ from tawpipe_lab.workload import (
 )
 
 CONTEXT_PARALLEL = "fsdp2-cp"
-"""For timed workloads with keys and values only."""
+"""Rival that only runs timed workloads with keys and values."""
 NAMES = ("fsdp2", "fsdp2-node", "hsdp", "fsdp2-hierarchical")
 
 
@@ -56,17 +56,19 @@ class ShardedSettings:
     """Knobs of the sharding rivals.
 
     Args:
-        micro_batches_per_gather: concatenated to one forward and backward pass, so that one gather serves them; FSDP2's
-            way is a larger batch.
-        prefetch: layers whose weights are gathered ahead with ``unshard(async_op=True)``; 0 leaves FSDP2 to itself.
-        keep_weights: keep all weights gathered from the first round of micro-batches to the last
+        micro_batches_per_gather: number of micro-batches that are concatenated to one forward and backward pass, so
+            that one gather serves them. In FSDP2 this is a larger batch.
+        prefetch: number of layers whose weights are gathered ahead with ``unshard(async_op=True)``; 0 leaves prefetch
+            to FSDP2.
+        keep_weights: if True, keep all weights gathered from the first round of micro-batches to the last
             (``reshard_after_forward``, ``set_reshard_after_backward``). The last layer is always kept from its forward
             to its backward pass, which comes next.
-        reduce_every_round: False accumulates whole gradients and reduces them in the last round only
+        reduce_every_round: if False, accumulate whole gradients and reduce them in the last round only
             (``set_requires_gradient_sync``).
-        reduction: ``gloo`` as shipped; ``ring`` and ``hierarchical`` are ours, through the public hook, in the
-            background.
-        packing: how documents of uneven lengths are dealt, as a user of FSDP2 can; see ``lengths.dealt``.
+        reduction: ``gloo`` as shipped. ``ring`` and ``hierarchical`` are this project's, run in the background through
+            the public hook.
+        packing: method that assigns documents of uneven lengths to ranks, as a user of FSDP2 can; see
+            ``lengths.dealt``.
     """
 
     micro_batches_per_gather: int = 1
@@ -85,14 +87,19 @@ class ShardedSettings:
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
-    """FSDP2 in one of its settings; see `tawpipe_lab.contender.Maker`.
+    """Build a contender that runs FSDP2 in one of its settings; see `tawpipe_lab.contender.Maker`.
 
-    ``fsdp2`` shards over all ranks; ``fsdp2-node`` does the same, and keeps weights sharded inside the node from the
-    forward to the backward pass (integer ``reshard_after_forward``); ``hsdp`` shards inside the node and replicates
-    across nodes, with the all-reduce in the last round only; ``fsdp2-hierarchical`` is fsdp2 with gathers and
-    reductions of ours, in the background; ``fsdp2-cp`` has every document computed by all ranks
-    (`tawpipe_lab.rivals.context_parallel`). Documents of uneven lengths are packed by tokens and dealt in turn, or as
-    ``packing`` says.
+    * ``fsdp2`` shards over all ranks.
+    * ``fsdp2-node`` also shards over all ranks, but keeps weights sharded inside the node from the forward to the
+      backward pass (integer ``reshard_after_forward``).
+    * ``hsdp`` shards inside the node and replicates across nodes, with the all-reduce in the last round only.
+    * ``fsdp2-hierarchical`` is ``fsdp2`` with this project's gathers and reductions, in the background.
+    * ``fsdp2-cp`` has every document computed by all ranks (`tawpipe_lab.rivals.context_parallel`).
+
+    Documents of uneven lengths are assigned as ``packing`` says.
+
+    Raises:
+        UserError: the rival cannot run this workload on this topology with these knobs.
     """
     if name == "fsdp2-hierarchical":
         knobs = {"reduction": "hierarchical", "prefetch": 2, **knobs}
@@ -116,7 +123,11 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
 
 
 def _shared_by_all(workload: Known, topology: Topology, per_gather: int) -> TimedWorkload:
-    """The work of one rank where all compute every micro-batch."""
+    """Return the workload of one rank if all ranks compute every micro-batch together, each an equal share.
+
+    Raises:
+        UserError: the workload has no keys and values, or its micro-batches are not a multiple of ``per_gather``.
+    """
     if isinstance(workload, RealWorkload) or not workload.keys_bytes:
         raise UserError("strategy", CONTEXT_PARALLEL, "a timed workload with keys_bytes")
     if workload.micro_batches % per_gather:
@@ -127,6 +138,8 @@ def _shared_by_all(workload: Known, topology: Topology, per_gather: int) -> Time
 
 
 class _Sharded(Contender):
+    """Contender that trains a timed or real workload with FSDP2."""
+
     def __init__(self, name: str, workload: Known, topology: Topology, rank: int, settings: ShardedSettings) -> None:
         super().__init__(name, asdict(settings))
         self.settings = settings
@@ -136,7 +149,7 @@ class _Sharded(Contender):
         self._task = task_of(workload, self._busy)
         self.sleeper = self._task.sleeper
         self.layers, self.model = self._shard(topology)
-        # The trained ones, sharded: while a layer has its weights gathered, the module shows others.
+        # The sharded, trained parameters. While a layer's weights are gathered, the module shows other tensors.
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.gradient_norm: Tensor | None = None
         self._steps = 0
@@ -154,7 +167,10 @@ class _Sharded(Contender):
     # construction
 
     def _shard(self, topology: Topology) -> tuple[list[nn.Module], nn.Module]:
-        """The parts of the model, called layers here although an embedding or a head may be among them; the model."""
+        """Build the parts of the model, apply ``fully_shard`` to each, and return the parts and the whole model.
+
+        The parts are called layers here, although embedding and head may be among them.
+        """
         if self.name == "hsdp":
             mesh = DeviceMesh("cpu", torch.tensor(topology.nodes), mesh_dim_names=("replicate", "shard"))
         else:
@@ -163,7 +179,7 @@ class _Sharded(Contender):
         if self.name == "fsdp2-node" and reshard:
             reshard = topology.local_size
         layers = []
-        # Sharded one by one as they are made, so that no process ever holds the whole of a large model.
+        # Each part is sharded right after it was made, so that no process ever holds a whole large model.
         for i, layer in enumerate(self._task.parts()):
             last = i == self._task.num_parts - 1
             fully_shard(layer, mesh=mesh, reshard_after_forward=False if last else reshard)
@@ -172,13 +188,17 @@ class _Sharded(Contender):
         fully_shard(model, mesh=mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Gradients are sums over micro-batches. So nothing reads a reduction's result in order to divide it.
+                # Gradients are sums over micro-batches. With divisor 1 nothing reads a reduction's result early.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         return layers, model
 
     def _plug_in(self, topology: Topology, rank: int) -> BackgroundReduction | None:
-        """Our collectives, where the settings want them, in every layer."""
+        """Replace FSDP2's collectives in every layer by this project's, as far as the settings ask for them.
+
+        Returns:
+            The reduction that runs in the background, or None if FSDP2 reduces by itself.
+        """
         reduction: BackgroundReduction | None = None
         if self.settings.reduction == "ring":
             reduction = RingReduction(topology, self._lanes)
@@ -196,15 +216,19 @@ class _Sharded(Contender):
         return [layer for layer in self.layers if isinstance(layer, FSDPModule)]
 
     def _prefetch_in_the_background(self) -> None:
-        """Issue the round's next gathers when a layer has its weights (forward), or when it wants them (backward)."""
+        """Add hooks to all layers that issue the gathers of the next ``prefetch`` layers of a round.
+
+        In the forward pass, a hook issues them when its layer has its weights. In the backward pass, it issues them,
+        and the gather of its own layer, when its layer needs its weights.
+        """
         layers, ahead = self._sharded_layers(), self.settings.prefetch
         count = len(layers)
-        # The last layer is kept for its backward pass, so the layer before it is the next to need weights.
+        # The last layer keeps its weights for its backward pass, so the layer before it is the next to gather.
         order = [*range(count), *(() if self.settings.keep_weights else range(count - 2, -1, -1))]
 
         def issue(position: int, number: int) -> None:
             for i in order[position : position + number]:
-                layers[i].unshard(async_op=True)  # does nothing where the weights are there or on their way
+                layers[i].unshard(async_op=True)  # does nothing if the weights are gathered or in flight
 
         for i, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(lambda *_, position=i + 1: issue(position, ahead))
@@ -215,7 +239,7 @@ class _Sharded(Contender):
                 ) -> None:
                     output.register_hook(lambda _: issue(position, ahead + 1))
 
-                # Before FSDP2's own hook, which waits for this layer: so it begins with the layer itself.
+                # Before FSDP2's own hook, which waits for this layer's weights: `issue` begins with this layer.
                 layer.register_forward_hook(hear_backward, prepend=True)
 
     # a step
@@ -233,7 +257,7 @@ class _Sharded(Contender):
             loss.backward()
             losses.append(loss.detach())
             if self._reduction is not None and (last or self.settings.reduce_every_round):
-                # Taken off before the next round, or FSDP2 would add to what is still on its way.
+                # Remove gradients before the next round, or FSDP2 would add to results that are still in flight.
                 gradients.append([self._take_gradient(parameter) for parameter in self.parameters])
         if self._keys is not None:
             self._keys.wait()
@@ -249,6 +273,11 @@ class _Sharded(Contender):
         self._steps += 1
 
     def _prepare_round(self, *, last: bool) -> None:
+        """Set in FSDP2 whether this round reduces gradients and releases weights after its backward pass.
+
+        Args:
+            last: True for the last round of the step.
+        """
         if self._rounds == 1:
             return
         model, first = self.model, self.layers[0]
@@ -256,17 +285,23 @@ class _Sharded(Contender):
         model.set_requires_gradient_sync(last or self.settings.reduce_every_round)
         if self.name == "hsdp":
             model.set_requires_all_reduce(last)
-        # The first layer is kept for the next round in any case: it comes next.
+        # The first layer always keeps its weights for the next round, where it is needed first.
         (model if self.settings.keep_weights else first).set_reshard_after_backward(last)
 
     @staticmethod
     def _take_gradient(parameter: nn.Parameter) -> Tensor:
+        """Return the gradient of a parameter, which must have one, and set ``parameter.grad`` to None."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         return gradient
 
     @torch.no_grad()
     def _put_back(self, gradients: list[list[Tensor]]) -> None:
+        """Set each parameter's ``grad`` to the sum of its gradients in all rounds.
+
+        Args:
+            gradients: for each round, the gradients of all parameters. Those of the first round are changed in place.
+        """
         for parameter, (total, *others) in zip(self.parameters, zip(*gradients, strict=True), strict=True):
             for other in others:
                 total.add_(other)

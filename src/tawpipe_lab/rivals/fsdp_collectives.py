@@ -1,19 +1,18 @@
-"""Collectives of ours for FSDP2, for its public hooks ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
+"""Collectives of this project for FSDP2's public hooks ``set_custom_all_gather`` and ``set_custom_reduce_scatter``.
 
-The hooks want an object with ``allocate`` and ``__call__``; what they need beyond
-it:
+The hooks need an object with ``allocate`` and ``__call__``. Further facts about them:
 
 * An all-gather may return a handle, and FSDP2 waits for it before it copies the weights out. So a gather can run in the
   background.
-* The result of a reduce-scatter is not waited for: FSDP2 orders it by CUDA streams, which the CPU does not have. With
-  the sum as reduction and 1 as divisor nothing reads it before the optimizer, if gradients are taken off the parameters
-  after each backward pass; so a reduction can run in the background too, when somebody calls `finish` before reading.
-  That is what streams do on a GPU.
-* The output is laid out by global rank, so what a rail and a node gather one after the other has to be put in order:
-  one copy.
+* FSDP2 does not wait for the result of a reduce-scatter: it orders it by CUDA streams, which the CPU does not have.
+  With the sum as reduction and 1 as divisor, nothing reads the result before the optimizer, if gradients are removed
+  from the parameters after each backward pass. So a reduction can run in the background, too, if `finish` is called
+  before the result is read. On a GPU, streams have this effect.
+* The output is ordered by global rank. So the pieces that are gathered first in a rail and then in a node must be put
+  in order, which takes one copy.
 
-gloo's own reduce-scatter is an all-reduce and a cut, in every form that torch offers: 2 (P-1)/P of the bytes leave each
-rank instead of (P-1)/P. These send what a reduce-scatter must send, as NCCL does.
+gloo's own reduce-scatter is an all-reduce and a cut, in every form that torch offers: each rank sends 2 (P-1)/P of the
+bytes instead of (P-1)/P. The reductions here send only the bytes of a reduce-scatter, as NCCL does.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from tawpipe.topology import Topology
 from tawpipe_lab.sleeper import BusyTime
 
 IN_FLIGHT = 2
-"""Reductions under way at most; the next one waits for the oldest. FSDP2 on CUDA keeps one unless told otherwise."""
+"""Largest number of reductions in flight; the next one waits for the oldest. FSDP2 on CUDA keeps one by default."""
 
-# torch 2.13 renamed it; 2.11 has only the old name.
+# torch 2.13 renamed all_gather_into_tensor; 2.11 has only the old name.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Allocate:
-    """Fresh memory for every collective, as FSDP2 does without hooks."""
+    """Allocator of new memory for every collective, as in FSDP2 without hooks."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class EventWork(dist.Work):
-    """The end of a lane's action, as FSDP2 wants to wait for it."""
+    """Handle of a lane's action, on which FSDP2 can wait."""
 
     def __init__(self, event: CpuEvent) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class EventWork(dist.Work):
 
 
 class TransferLanes:
-    """Worker threads with a process group each, so that every group's operations have one order on all ranks."""
+    """Worker threads with one process group each, so that the operations of a group have one order on all ranks."""
 
     def __init__(self, busy: BusyTime) -> None:
         self._busy, self._failure = busy, Failure()
@@ -64,7 +63,12 @@ class TransferLanes:
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def add(self, lane: str, every: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """A lane, and its group: the one of ``every`` that this rank is in. All ranks call this in one order."""
+        """Create a lane and its process group, and return the group. All ranks call this in the same order.
+
+        Args:
+            lane: name of the lane.
+            every: members of all groups of this lane; this rank is in one of them.
+        """
         mine = None
         for members in every:
             group = dist.new_group(sorted(members), group_desc=f"lab {lane}")
@@ -75,6 +79,8 @@ class TransferLanes:
         return mine
 
     def submit(self, lane: str, run: Callable[[], object], after: Sequence[CpuEvent] = ()) -> CpuEvent:
+        """Queue ``run`` in the thread of ``lane``, after the events ``after``; return at once the event of its end."""
+
         def timed() -> None:
             with self._busy(lane):
                 run()
@@ -82,6 +88,7 @@ class TransferLanes:
         return self._lanes[lane].submit(timed, after, lane)
 
     def close(self) -> None:
+        """End all threads and destroy their process groups."""
         for lane in self._lanes.values():
             lane.close()
         for group in self._groups.values():
@@ -89,11 +96,14 @@ class TransferLanes:
 
 
 def _reduce(target: Tensor, source: Tensor, group: dist.ProcessGroup) -> None:
+    """Reduce-scatter ``source`` into ``target`` in one ring over all ranks of ``group``."""
     ring_reduce_scatter(target, source, dist.get_process_group_ranks(group), group)
 
 
 def rail_major(topology: Topology, rank: int) -> list[int]:
-    """All ranks, rail by rail in the order of this node's ranks: how gathering a rail and then a node lays pieces out.
+    """Return all ranks, rail by rail in the order of this node's ranks.
+
+    A gather over the rail and then over the node lays pieces out in this order.
 
     >>> rail_major(Topology.grid(3, 2), 0)
     [0, 2, 4, 1, 3, 5]
@@ -103,16 +113,15 @@ def rail_major(topology: Topology, rank: int) -> list[int]:
 
 
 def rails(topology: Topology) -> list[tuple[int, ...]]:
+    """Return the ranks of every rail."""
     return [topology.rail(i) for i in range(topology.local_size)]
 
 
 class HierarchicalGather(Allocate):
-    """All-gather of the world: among the ranks of equal local rank in all nodes (lane INTER_W), then inside the node
-    (lane GATHER).
+    """All-gather over all ranks in two steps: first in the rail (lane INTER_W), then in the node (lane GATHER).
 
     Each piece enters a node once: (1-1/D) of the weights cross the link of each of D nodes, where gloo's ring over all
-    P ranks carries (P-1)/P.
-    A gather over fewer ranks than the world is handed to gloo as it is.
+    P ranks carries (P-1)/P. A gather over fewer ranks than all is passed to gloo unchanged.
     """
 
     def __init__(self, topology: Topology, rank: int, lanes: TransferLanes) -> None:
@@ -142,7 +151,7 @@ class HierarchicalGather(Allocate):
 
 
 class BackgroundReduction(Allocate):
-    """A reduce-scatter that returns at once. Nobody may read its results before `finish`."""
+    """Reduce-scatter that returns at once; its results must not be read before `finish`."""
 
     def __init__(self, lanes: TransferLanes) -> None:
         self._lanes = lanes
@@ -158,16 +167,17 @@ class BackgroundReduction(Allocate):
         return None
 
     def _submit(self, output: Tensor, source: Tensor) -> CpuEvent:
+        """Start the reduction of ``source`` into ``output`` without waiting, and return the event of its end."""
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait for every reduction."""
+        """Wait until all reductions that were started are done."""
         while self._events:
             self._events.popleft().wait()
 
 
 class RingReduction(BackgroundReduction):
-    """One ring over all ranks (lane REDUCE)."""
+    """Reduction in one ring over all ranks (lane REDUCE)."""
 
     def __init__(self, topology: Topology, lanes: TransferLanes) -> None:
         super().__init__(lanes)
@@ -178,7 +188,7 @@ class RingReduction(BackgroundReduction):
 
 
 class HierarchicalReduction(BackgroundReduction):
-    """A ring inside the node (lane REDUCE), then one among the ranks of equal local rank in all nodes (INTER_G)."""
+    """Reduction in a ring inside the node (lane REDUCE), then in a ring over the rail (lane INTER_G)."""
 
     def __init__(self, topology: Topology, rank: int, lanes: TransferLanes) -> None:
         super().__init__(lanes)
@@ -200,14 +210,16 @@ class HierarchicalReduction(BackgroundReduction):
 def ring_reduce_scatter(
     target: Tensor, source: Tensor, members: Sequence[int], group: dist.ProcessGroup | None
 ) -> None:
-    """Partial sums go round the members, each adding its own piece: the least bytes there are, alike over every link
-    between neighbours, in one order of additions.
+    """Reduce-scatter ``source`` into ``target`` in a ring: partial sums go round, and each member adds its own piece.
 
-    gloo's own reduce_scatter is an all-reduce and a cut: twice the bytes.
+    This sends the least possible bytes, equally over every link between neighbours, and adds in a fixed order. gloo's
+    own reduce_scatter is an all-reduce and a cut: twice the bytes.
 
     Args:
-        target: (n,).
-        source: (members x n,), piece by piece in their order; not changed.
+        target: result, of shape (n,).
+        source: pieces in the order of the members, of shape (members x n,); it is not changed.
+        members: ranks of the ring, in its order.
+        group: process group of the messages.
     """
     size, here = len(members), members.index(dist.get_rank())
     right, left = members[(here + 1) % size], members[here - 1]

@@ -1,9 +1,9 @@
 """Rivals that pass activations, as torch ships them: ``torch.distributed.pipelining``.
 
-Every rank is a pipeline rank, in rank order, so the ranks of a node are
-neighbours and a node has one boundary to each neighbouring node. Weights, gradients and optimizer state stay where they
-are. The shapes that travel are inferred in the first step, which therefore runs one micro-batch more; torch offers to
-take them as arguments, and then refuses middle stages whose example needs no gradient.
+All ranks form one pipeline in rank order. So the ranks of a node are neighbours, and a node has one boundary to each
+neighbouring node. Weights, gradients and optimizer state stay where they are. The shapes that travel are inferred in
+the first step, which therefore runs one more micro-batch. torch also takes shapes as arguments, but then refuses middle
+stages whose example needs no gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tawpipe_lab.workload import Known, LengthsWorkload, ServingWorkload, Worklo
 
 NAMES = ("1f1b", "interleaved-1f1b", "zbv")
 ZBV_NEEDS = "2.13"
-"""The torch whose zbv runs with gloo; 2.11's begins with a message from a rank to itself, which gloo refuses."""
+"""First torch version whose zbv runs with gloo. In 2.11, zbv begins with a message from a rank to itself, which gloo
+refuses."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class PipelineSettings:
     """Knobs of the pipelines.
 
     Args:
-        parts_per_layer: into how many equal parts a layer of the workload is cut; for workloads in which one layer
-            stands for several.
-        balance: whether stages are equal in ``layers``, or in ``cost``, that is time, as far as whole layers can be.
+        parts_per_layer: number of equal parts into which each layer of the workload is cut, for workloads in which one
+            layer stands for several.
+        balance: what stages are equal in, as far as whole layers allow: ``layers`` for their number, ``cost`` for their
+            time.
     """
 
     parts_per_layer: int = 1
@@ -46,7 +48,11 @@ class PipelineSettings:
 
 
 def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: Any) -> Contender:
-    """One of torch's pipeline schedules; see `tawpipe_lab.contender.Maker`."""
+    """Build a contender that runs one of torch's pipeline schedules; see `tawpipe_lab.contender.Maker`.
+
+    Raises:
+        UserError: torch's schedule cannot run this workload on this topology with these knobs.
+    """
     if isinstance(workload, LengthsWorkload):
         raise UserError("workload", workload.kind, f"timed or real: {name} has micro-batches of one length")
     assert not isinstance(workload, ServingWorkload)
@@ -56,6 +62,7 @@ def make(name: str, workload: Workload, topology: Topology, rank: int, **knobs: 
 
 
 def _check(name: str, settings: PipelineSettings, workload: Known, ranks: int) -> None:
+    """Raise UserError if torch, micro-batches or layers do not fit the pipeline ``name``."""
     if name == "zbv" and torch.__version__ < ZBV_NEEDS:
         raise UserError("torch", torch.__version__, f"zbv on gloo needs {ZBV_NEEDS} or newer")
     parts = settings.parts_per_layer
@@ -70,6 +77,8 @@ def _check(name: str, settings: PipelineSettings, workload: Known, ranks: int) -
 
 
 class _Pipeline(Contender):
+    """Contender that trains a timed or real workload with one of torch's pipeline schedules."""
+
     def __init__(self, name: str, workload: Known, topology: Topology, rank: int, settings: PipelineSettings) -> None:
         super().__init__(name, asdict(settings))
         self.gradient_norm: Tensor | None = None
@@ -86,6 +95,13 @@ class _Pipeline(Contender):
         self._steps = 0
 
     def _stages(self, layout: Layout, stages: Sequence[int], parts: int) -> list[PipelineStage]:
+        """Build torch's stages of this rank.
+
+        Args:
+            layout: blocks of all stages.
+            stages: numbers of the stages of this rank.
+            parts: number of parts into which each layer is cut.
+        """
         modules = [self._task.stage(layout.blocks_of(stage), parts_per_layer=parts) for stage in stages]
         device = torch.device("cpu")
         return [PipelineStage(m, stage, layout.stages, device) for m, stage in zip(modules, stages, strict=True)]
@@ -93,6 +109,7 @@ class _Pipeline(Contender):
     def _make_schedule(
         self, stages: list[PipelineStage]
     ) -> Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble:
+        """Build torch's schedule for the pipeline's name and its stages on this rank."""
         count, loss = len(self._micro_batches), self._task.loss
         # The loss is a sum over micro-batches, so gradients need no scaling.
         if self.name == "1f1b":
@@ -102,7 +119,7 @@ class _Pipeline(Contender):
 
     def step(self) -> None:
         inputs, targets = self._task.batch(self._steps, self._micro_batches)
-        losses: list[Tensor] = []  # filled where the last stage is
+        losses: list[Tensor] = []  # filled on the rank of the last stage
         self._schedule.step(
             *((inputs,) if self._feeds else ()),
             target=targets if self._ends else None,
@@ -117,7 +134,9 @@ class _Pipeline(Contender):
         self._steps += 1
 
     def _clip_gradients(self) -> None:
-        """Clip to the global norm as pipelines do: the norms of all ranks in one all-reduce."""
+        """Clip the gradients of all stages to the workload's largest global norm. Call on all ranks.
+
+        The squared norms of all ranks are summed by one all-reduce. ``gradient_norm`` becomes the global norm."""
         parameters = list(self.model.parameters())
         gradients: list[Tensor] = [p.grad for p in parameters if p.grad is not None]
         square = nn.utils.get_total_norm(gradients).square()

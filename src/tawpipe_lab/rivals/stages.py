@@ -1,4 +1,4 @@
-"""The stages of rivals' pipelines: as many layers in each, or as equal in time as whole layers can be."""
+"""Stages of the rivals' pipelines: equal in number of layers, or as equal in time as whole layers allow."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ BALANCES = ("layers", "cost")
 
 
 def stages_of(name: str, workload: Known, ranks: int, each: int, balance: str = "layers") -> Layout:
-    """The layout of one of torch's pipelines.
+    """Return the stages of one of torch's pipelines: the blocks of each stage, and its rank.
 
     Args:
-        workload: its layers are not cut any more.
-        each: stages of a rank.
-        balance: ``layers``, as equal in number as can be; or ``cost``: the longest stage, embedding and head included,
-            as short as can be.
+        name: rival, which determines the rank of every stage.
+        workload: workload whose layers are already cut into parts.
+        ranks: number of pipeline ranks.
+        each: number of stages of a rank.
+        balance: ``layers`` for equal numbers of layers, as far as possible. ``cost`` for the shortest possible longest
+            stage, counting the times of embedding and head.
 
     Raises:
-        UserError: no such balance, or fewer layers than stages.
+        UserError: there is no such balance, or there are fewer layers than stages.
     """
     places = ranks_of_stages(name, ranks, each)
     stages = len(places)
@@ -39,19 +41,19 @@ def stages_of(name: str, workload: Known, ranks: int, each: int, balance: str = 
     embedding, *others = (part.seconds for part in workload.block_parts)
     others[0] += embedding
     if len(workload.blocks_with_parts) and workload.blocks_with_parts[-1] == workload.layers:
-        others.pop()  # a head that is nothing is no stage
+        others.pop()  # a head without weights and time can be no stage
     cuts = [1 + first for first in balanced_cuts(others, stages)]
     return Layout(workload.layers + 2, (0, *cuts[1:]), tuple(places))
 
 
 def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
-    """The first item of every part, if a list is cut so that its most expensive part is as cheap as can be.
+    """Cut a list into parts so that the most expensive part is as cheap as possible; return the first item of each.
 
     >>> balanced_cuts([1, 1, 1, 1, 4], 3)
     [0, 2, 4]
     """
     sums = [0.0, *accumulate(costs)]
-    # By the end of the last part (largest part, sum of squares, so that the others are alike too; where it begins).
+    # best[n][end] = (largest part, sum of squares to make the others equal too, begin of the last part)
     best = [[(sums[end], sums[end] ** 2, 0) for end in range(len(sums))]]
     for number in range(1, parts):
         row = [(float("inf"), float("inf"), 0)] * (number + 1)

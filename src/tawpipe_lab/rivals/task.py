@@ -1,7 +1,7 @@
-"""A workload as rivals train it: modules, batches, a loss and an optimizer.
+"""Workload as rivals train it: modules, batches, a loss and an optimizer.
 
-It is all that timed and real contenders differ in. How modules are sharded or put in stages, and when what is
-computed, is the contenders' own.
+Timed and real contenders differ in nothing else. How modules are sharded or divided into stages, and when they compute,
+is the contenders' code.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from tawpipe_lab.sleeper import BusyTime
 from tawpipe_lab.workload import Known, RealWorkload
 
 Task = TimedTask | RealTask
-"""One rank's workload: the same attributes and methods, which ``TimedTask`` describes."""
+"""Workload of one rank. Both classes have the attributes and methods that ``TimedTask`` describes."""
 
 
 def task_of(workload: Known, busy: BusyTime) -> Task:
-    """The workload for one contender on one rank."""
+    """Return the workload for one contender on one rank."""
     return RealTask(workload) if isinstance(workload, RealWorkload) else TimedTask(workload, busy)

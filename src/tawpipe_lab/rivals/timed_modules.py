@@ -1,15 +1,15 @@
-"""The timed workload as modules, for rivals that train an ``nn.Module``: it sleeps, and holds weights of real size.
+"""Modules of the timed workload for rivals that train an ``nn.Module``: they sleep, and hold weights of real size.
 
-The graph of a layer has three nodes, so that what a pipeline schedule wants apart is apart:
+The graph of a layer has three nodes, so that a pipeline schedule can run the two parts of its backward pass separately:
 
     x ──▶ input part ──▶ join ──▶ y        backward of the input part sleeps backward_input_s
     w ──▶ weight part ───┘                 backward of the weight part sleeps backward_weight_s
 
-``torch.distributed.pipelining`` cuts a backward pass at the nodes where the paths from weights meet the paths from
-inputs (the joins, which cost nothing): the pass for the inputs then never runs a weight part, and the later one for the
-weights runs join and weight part only. One node for both would sleep twice. In an undivided backward pass the weight
-part runs first, because autograd takes the node that was made last; FSDP's reduction, which starts when the gradient of
-a layer's input is there, relies on that.
+``torch.distributed.pipelining`` cuts a backward pass at the nodes where paths from weights meet paths from inputs (the
+joins, which cost nothing). So the pass for the inputs never runs a weight part, and the later pass for the weights runs
+only join and weight part. One node for both would sleep twice. In an undivided backward pass the weight part runs
+first, because autograd takes the node that was made last. FSDP's reduction relies on this order: it starts when the
+gradient of a layer's input exists.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LARGEST_NORM = 1.0
 
 @dataclass
 class _Linear:
-    """What linear layers keep from the pass for inputs to that for weights, if that comes later.
+    """Memory of a layer's linear modules between the backward pass for inputs and a later one for weights.
 
     Args:
-        elements: that it has then.
-        held: None before and after.
-        done: the weights have had their pass.
+        elements: number of elements that are held in between.
+        held: tensor of these elements; None before and after.
+        done: True once the backward pass for weights has run.
     """
 
     elements: int
@@ -47,9 +47,11 @@ class _Linear:
 
 
 class _InputPart(torch.autograd.Function):
+    """Autograd node of a layer's input: passes it on; its backward sleeps ``seconds`` for the gradient of the input."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, sleeper: Sleeper, seconds: float, linear: _Linear) -> Tensor:
-        ctx.save_for_backward(x)  # the boundary activation, from which a real layer recomputes: it stays in memory
+        ctx.save_for_backward(x)  # a real layer recomputes from this boundary activation, so it stays in memory
         ctx.sleeper, ctx.seconds, ctx.linear = sleeper, seconds, linear
         return x.view_as(x)
 
@@ -63,6 +65,8 @@ class _InputPart(torch.autograd.Function):
 
 
 class _WeightPart(torch.autograd.Function):
+    """Autograd node of a layer's weight: returns one element; its backward sleeps for the gradient of the weight."""
+
     @staticmethod
     def forward(ctx: Any, weight: Tensor, sleeper: Sleeper, seconds: float, linear: _Linear) -> Tensor:
         ctx.size, ctx.sleeper, ctx.seconds, ctx.linear = weight.numel(), sleeper, seconds, linear
@@ -72,11 +76,13 @@ class _WeightPart(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         with ctx.sleeper.computing(ctx.seconds):
             ctx.linear.held, ctx.linear.done = None, True
-            gradient = gradients[0].expand(ctx.size).contiguous()  # dense: it travels
+            gradient = gradients[0].expand(ctx.size).contiguous()  # dense, because it travels
         return gradient, None, None, None
 
 
 class _Join(torch.autograd.Function):
+    """Autograd node that adds the outputs of input part and weight part; its backward costs nothing."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         return x + weight
@@ -88,19 +94,20 @@ class _Join(torch.autograd.Function):
 
 @dataclass
 class CurrentSize:
-    """The mean work and tokens of the micro-batches that go forward now, as multiples of the workload's."""
+    """Mean work and tokens of the micro-batches in the current forward pass, as multiples of the workload's."""
 
     work: float = 1.0
     tokens: float = 1.0
 
 
 class TimedLayer(nn.Module):
-    """A part of the model, most of which are layers: a flat fp32 weight, perhaps a frozen one besides, and sleeps.
+    """Part of a timed model, usually a layer: a flat fp32 weight, perhaps a frozen one, and sleeps.
 
-    An input of shape (k, elements) is k micro-batches at once; every sleep is k times as long.
+    An input of shape (k, elements) is k micro-batches at once, so that every sleep is k times as long.
 
     Args:
-        size: of the micro-batches that go forward now.
+        part: sizes and seconds.
+        size: size of the micro-batches in the current forward pass; None for the workload's.
     """
 
     def __init__(self, part: TimedPart, sleeper: Sleeper, size: CurrentSize | None = None) -> None:
@@ -113,7 +120,7 @@ class TimedLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         count = x.shape[0] * self.size.work
         with self.sleeper.computing(self.part.forward_s * count):
-            # In this order: the weight part must be the younger node.
+            # In this order: the weight part must be the node that was made last.
             linear = _Linear(int(self.part.linear_bytes * x.shape[0] * self.size.tokens) // 4)
             hidden = _InputPart.apply(x, self.sleeper, self.part.backward_input_s * count, linear)
             weight = _WeightPart.apply(self.weight, self.sleeper, self.part.backward_weight_s * count, linear)
@@ -121,12 +128,13 @@ class TimedLayer(nn.Module):
 
 
 class TimedChain(nn.Module):
-    """Consecutive layers.
+    """Consecutive timed layers as one module.
 
     Args:
-        embeds: the input is tokens of shape (k, anything), and the chain begins with what an embedding would give:
-            boundary activations, shape (k, activation_bytes / 4), whose gradient is wanted, so that the first layer
-            costs what the others do.
+        size: size of the micro-batches in the current forward pass; None for the workload's.
+        embeds: if True, the input is tokens of shape (k, anything). The chain then begins with boundary activations of
+            shape (k, activation_bytes / 4), as an embedding would return them. Their gradient is computed, so that the
+            first layer costs as much as the others.
     """
 
     def __init__(
@@ -148,21 +156,21 @@ class TimedChain(nn.Module):
 
 
 def timed_loss(output: Tensor) -> Tensor:
-    """The sum over micro-batches of the mean output."""
+    """Return the sum over micro-batches of the mean output."""
     return output.sum() / output.shape[1]
 
 
 class TimedTask:
-    """The timed workload for rivals. Its parts are layers, and ends that have weights or time.
+    """Timed workload for rivals; its parts are layers, and ends that have weights or take time.
 
     Attributes:
-        num_parts: of the model, which are sharded one by one.
-        largest_norm: to which the global gradient norm is clipped.
-        has_loss: whether the loss means anything.
-        sleeper: computes in the place of modules; None for those that compute.
+        num_parts: number of parts of the model, which are sharded one by one.
+        largest_norm: largest global gradient norm; larger gradients are clipped.
+        has_loss: True if the loss is meaningful.
+        sleeper: stands for the device and sleeps instead of computing; None for a task that computes.
 
     Raises:
-        UserError: a workload that rivals cannot run.
+        UserError: rivals cannot run this workload.
     """
 
     largest_norm = LARGEST_NORM
@@ -175,34 +183,38 @@ class TimedTask:
         self._size = CurrentSize()
 
     def parts(self) -> Iterator[nn.Module]:
-        """The parts of the whole model, in their order, each of them made when it is wanted where that can be."""
+        """Return an iterator over the parts of the whole model in order; each part is built when it is requested."""
         return (TimedLayer(part, self.sleeper, self._size) for part in self.workload.parts)
 
     def whole(self, parts: Sequence[nn.Module]) -> nn.Module:
-        """The model made of all ``parts``. It takes inputs and gives outputs, see ``batch`` and ``loss``."""
+        """Return the model made of all ``parts``. For its inputs and outputs see ``batch`` and ``loss``."""
         return TimedChain(cast(list[TimedLayer], list(parts)), self.workload, self._size, embeds=True)
 
     def stage(self, blocks: range, *, parts_per_layer: int) -> nn.Module:
-        """A pipeline's stage: a module from inputs, or the output of the stage before, to its own output.
+        """Return a pipeline stage as a module, from inputs or the output of the stage before to its own output.
 
         Args:
-            blocks: of the model with its layers cut; 0 is the embedding and the last one the head.
+            blocks: blocks of the stage, in the model with its layers cut; 0 is the embedding and the last one the head.
+            parts_per_layer: number of parts into which each layer is cut.
         """
         cut = self.workload.split(parts_per_layer)
         parts = [cut.block_parts[block] for block in cut.blocks_with_parts if block in blocks]
         return TimedChain([TimedLayer(part, self.sleeper) for part in parts], self.workload, embeds=0 in blocks)
 
     def batch(self, step: int, micro_batches: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of some micro-batches of a step, [micro-batches, ...]; the same on whatever rank."""
+        """Return inputs and targets (micro-batches, ...) of some micro-batches of a step, equal on all ranks.
+
+        It also sets the current size of the micro-batches, which determines how long layers sleep.
+        """
         self._size.work = fmean(map(self.workload.work, micro_batches))
         self._size.tokens = fmean(map(self.workload.tokens, micro_batches))
         rows = torch.zeros(len(micro_batches), 1)
         return rows, rows
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The part that these micro-batches add to the loss of a step."""
+        """Return the share of these micro-batches in the loss of a step."""
         return timed_loss(output)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-        """None where weights are left as they are."""
+        """Return AdamW for ``parameters``; None if the workload leaves weights unchanged."""
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True) if self.workload.optimizer else None

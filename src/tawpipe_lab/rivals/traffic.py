@@ -1,6 +1,6 @@
-"""Bytes that the rivals as shipped pass between nodes.
+"""Bytes that the rivals send between nodes.
 
-W is the bytes of all weights, P the devices, R the rounds of gathers in a step.
+W is the bytes of all weights, P the number of devices, R the number of rounds of gathers in a step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ class ShardedTraffic:
     """Shares of W that cross a node's link per round, in each direction.
 
     Args:
-        rounds: gathers of a step's micro-batches.
+        rounds: number of gathers for a step's micro-batches.
         forward, backward: weights in the forward and in the backward pass of every round.
-        gradients: in the backward pass of every round, or of the last one only (``reduce_last``).
-        once: weights cross in the first round only.
-        first: of the weights that are kept from one round to the next, as a share of W.
+        gradients: gradients in the backward pass of every round, or of the last one only (``reduce_last``).
+        reduce_last: if True, gradients are reduced in the last round only.
+        once: if True, weights cross in the first round only.
+        first: share of W whose weights are kept from one round to the next.
         trained: share of W that has gradients.
     """
 
@@ -41,7 +42,7 @@ class ShardedTraffic:
 
     @property
     def total(self) -> float:
-        """Traffic of a step, as a multiple of W."""
+        """Traffic of a step as a multiple of W."""
         reductions = 1 if self.reduce_last else self.rounds
         kept = (self.gathers - 1) * self.forward * self.first
         return self.gathers * (self.forward + self.backward) - kept + reductions * self.gradients * self.trained
@@ -57,15 +58,22 @@ def sharded_traffic(
     last: float,
     trained: float = 1.0,
 ) -> ShardedTraffic:
-    """Traffic of rivals that shard over every node's link; see ``bounds.shipped_bounds``.
+    """Return the shares of the weights that cross every node's link under a rival that shards.
+
+    ``bounds.shipped_bounds`` has the formulas.
 
     Args:
-        first, last: shares of W of what is kept from one round to the next, and from the forward to the backward pass.
+        name: rival.
+        micro_batches: number of micro-batches of a step, over all devices.
+        topology: ranks and nodes.
+        knobs: knobs of the rival.
+        first: share of W that is kept from one round to the next.
+        last: share of W that is kept from the forward to the backward pass.
         trained: share of W that has gradients.
     """
     per_gather = int(knobs.get("micro_batches_per_gather", 1))
     nodes, devices = topology.num_nodes, topology.world_size
-    # Over which ranks weights are gathered and gradients reduced, each by itself: either may be replaced by ours.
+    # Share of W over a link, in a ring over all ranks or node by node. Our collectives may replace gather or reduction.
     ring, tree = (1 - 1 / devices if nodes > 1 else 0.0), 1 - 1 / nodes
     rounds = max(1, -(-micro_batches // (devices * per_gather)))
     if name == "hsdp":
@@ -89,26 +97,31 @@ def sharded_traffic(
 
 
 def pipeline_bytes(name: str, amount: float, topology: Topology, each: int) -> tuple[float, ...]:
-    """Bytes that every node's link carries, out and in alike.
+    """Return for every node the bytes that its link sends in a step; it receives the same number of bytes.
 
     Args:
+        name: rival.
         amount: bytes of the activations of all micro-batches at one boundary between stages.
+        topology: ranks and nodes.
+        each: number of stages of a rank.
     """
     moved = [0.0] * topology.num_nodes
     for here, there in pairwise(nodes_of_stages(name, topology, each)):
-        if here != there:  # activations one way, as many gradients the other
+        if here != there:  # activations one way, gradients of equal size the other
             moved[here] += amount
             moved[there] += amount
     return tuple(moved)
 
 
 def stages_per_rank(name: str) -> int:
-    """Stages of a rank."""
+    """Return the number of stages of a rank."""
     return 1 if name == "1f1b" else 2
 
 
 def ranks_of_stages(name: str, ranks: int, each: int) -> list[int]:
-    """The rank of every stage, in the order of the pipeline: round after round, for zbv there and back again.
+    """Return the rank of every stage, in the order of the pipeline.
+
+    Stages go round the ranks in order; for zbv they go to the last rank and back again.
 
     >>> ranks_of_stages("interleaved-1f1b", 3, 2), ranks_of_stages("zbv", 3, 2)
     ([0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0])
@@ -117,5 +130,5 @@ def ranks_of_stages(name: str, ranks: int, each: int) -> list[int]:
 
 
 def nodes_of_stages(name: str, topology: Topology, each: int) -> list[int]:
-    """The node of every stage, in the order of the pipeline."""
+    """Return the node of every stage, in the order of the pipeline."""
     return [topology.node_of(rank) for rank in ranks_of_stages(name, topology.world_size, each)]
