@@ -30,7 +30,7 @@ def test_a_script_is_imported_without_a_gpu_and_has_a_main(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: path.stem)
-def test_a_shell_script_is_parsed_and_what_it_starts_exists(path: Path) -> None:
+def test_shell_scripts_parse_and_name_existing_modules_and_checks(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)
     text = path.read_text()
     for name in re.findall(r"-m gpu\.(\w+)", text):
@@ -45,14 +45,14 @@ def test_a_shell_script_is_parsed_and_what_it_starts_exists(path: Path) -> None:
         assert set(words.split()) <= checks.CHECKS.keys(), words
 
 
-def test_every_leg_is_in_the_readme_with_its_limit() -> None:
+def test_readme_lists_every_leg_of_the_gpu_scripts_with_its_time_limit() -> None:
     readme = (FOLDER / "README.md").read_text()
     for path in SHELL:
         for name, limit in re.findall(r"^leg (\w+) (\d+)", path.read_text(), re.MULTILINE):
             assert f"| `{name}` | {limit} s |" in readme, name
 
 
-def test_a_leg_that_fails_or_takes_too_long_is_said_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_failed_and_late_legs_are_reported_and_the_next_leg_runs(tmp_path: Path) -> None:
     script = tmp_path / "legs.sh"
     legs = ("leg good 20 echo holds it", "leg bad 20 false", "BUDGET=$((SECONDS + 3))", "leg late 9 true")
     script.write_text("\n".join([f'source "{FOLDER}/common.sh"', *legs, ""]))
@@ -67,19 +67,23 @@ def test_a_leg_that_fails_or_takes_too_long_is_said_and_the_next_one_runs(tmp_pa
     assert subprocess.run(["bash", str(script)], capture_output=True).returncode == 2
 
 
-def test_a_setting_that_is_not_known_is_refused() -> None:
+def test_unknown_step_setting_is_refused() -> None:
     assert steps.Setting.read("side=plain shape=8b:4 most=72").config().num_hidden_layers == 4
     with pytest.raises(ValueError, match="got colour=2; expected NAME=VALUE with one of side, shape"):
         steps.Setting.read("side=ours colour=2")
 
 
-def test_coding_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_coding_benchmark_reports_equal_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(exact, "GPU_SLICE", exact.GPU_SLICE)
     coding.measure(*coding.changed(20_000, torch.device("cpu")), 14)
     assert json.loads(capsys.readouterr().out)["same_bits"]
 
 
-def test_ranks_end_together(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_ranks_reports_exit_codes_and_output_of_failed_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "fails.py").write_text("import os, sys\nsys.exit(f'no {os.environ[\"NCCL_HOSTID\"]}')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert ranks.run(2, 1, 60, ["fails"]) == 1
@@ -100,14 +104,14 @@ def run(*words: str) -> str:
 @pytest.mark.parametrize(
     ("ranks", "names"), [(("1", "2"), ("sum", "slices", "generate")), (("2", "2"), ("exact", "nf4")), ((), ("serve",))]
 )
-def test_checks_hold_on_a_cpu(ranks: tuple[str, ...], names: tuple[str, ...]) -> None:
+def test_gpu_checks_pass_on_a_cpu(ranks: tuple[str, ...], names: tuple[str, ...]) -> None:
     first = ("gpu.ranks", *ranks, "300") if ranks else ()
     said = run(*first, "gpu.checks", "--device", "cpu", *names)
     assert re.findall(r"^holds (\w+):", said, re.MULTILINE) == list(names)
 
 
 @pytest.mark.slow
-def test_steps_of_all_sides_run_on_a_cpu() -> None:
+def test_gpu_step_benchmark_runs_every_side_on_a_cpu() -> None:
     sides = [f"side={side} shape=tiny tokens=16 rows=2 steps=1 warm=0" for side in steps.SIDES]
     lines = map(json.loads, run("gpu.steps", "--device", "cpu", *sides).splitlines())
     assert [line["what"] for line in lines if "losses" in line] == sides

@@ -31,13 +31,13 @@ def numbers(kind: str, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "count"), [("data", 20), ("text", 5), ("training", 2), ("plans", 1)])
-def test_what_is_sound_is_right_or_refused(kind: str, count: int):
+def test_drawn_cases_repeat_and_are_right_or_refused(kind: str, count: int):
     assert hunt.drawn(1, 0, kind) == hunt.drawn(1, 0, kind) != hunt.drawn(2, 0, kind)
     outcomes = {hunt.find(1, number, kind)[0] for number in numbers(kind, count)}
     assert "right" in outcomes <= {"right", "refused"}
 
 
-def test_steps_of_few_rows_with_homes_in_the_host_are_drawn():
+def test_hunt_draws_steps_of_few_rows_with_host_homes():
     drawn = [hunt.drawn(1, number, "training") for number in range(300)]
     parts = [part for case in drawn for part in case["parts"] if part["nodes"] * part["local"] == 4]
     rows = [({word[2] for word in part["words"] if word[0] == "step"}, part["knobs"]) for part in parts]
@@ -45,7 +45,7 @@ def test_steps_of_few_rows_with_homes_in_the_host_are_drawn():
     assert {"state", "all"} <= {knobs.get("host_homes") for knobs in few}
 
 
-def test_a_column_that_holds_nothing_and_counts_is_found(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_hunt_finds_and_repeats_a_fault_of_empty_columns(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(tawpipe.data.chats.render, "EMPTY", ())
     assert hunt.main(["--only", "data", "--seed", "1", "--first"]) == 1
     said = capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_a_column_that_holds_nothing_and_counts_is_found(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_another_learning_rate_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_hunt_finds_a_wrong_learning_rate(monkeypatch: pytest.MonkeyPatch):
     """Here, that is in the plain loop; the worker processes know nothing of it."""
     for name, (kind, options) in list(hunt_training.OPTIMIZERS.items()):
         monkeypatch.setitem(hunt_training.OPTIMIZERS, name, (kind, {**options, "lr": 1.5 * options["lr"]}))
@@ -64,7 +64,7 @@ def test_another_learning_rate_is_found(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_plans_that_name_nothing_or_say_what_no_user_knows_are_found(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_hunt_finds_empty_plans_and_internal_plan_errors(monkeypatch: pytest.MonkeyPatch, capsys):
     number = numbers("plans", 2)[1]  # the first does not fit
     monkeypatch.setattr(plans, "search", lambda request, **_: [])
     assert hunt.find(1, number, "plans")[0] == "WRONG"
@@ -74,7 +74,7 @@ def test_plans_that_name_nothing_or_say_what_no_user_knows_are_found(monkeypatch
     assert "KeyError" in hunt.find(1, number, "plans")[1]
 
 
-def test_an_error_that_names_no_setting_is_found(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_hunt_finds_an_error_that_names_no_setting(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(hunt_text, "_readers", lambda: {"a": lambda random: {}["no setting"]})
     assert hunt.main(["--only", "text", "--seed", "1", "--first"]) == 1
     assert "KeyError" in capsys.readouterr().out

@@ -35,23 +35,23 @@ def test_the_longest_row_fits_and_a_tenth_more_does_not(slope, fixed):
     assert len(readings) <= 10
 
 
-def test_a_line_is_found_with_few_rows():
+def test_search_measures_few_rows_if_memory_is_linear():
     best, readings = looked_for(lambda tokens: 1e8 + 3e4 * tokens, lambda tokens: 1e-4 * tokens)
     assert best is not None and len(readings) <= 5
 
 
-def test_a_line_that_bends_behind_the_first_rows():
+def test_longest_row_is_found_if_memory_bends_after_short_rows():
     best, _ = looked_for(lambda tokens: max(4e8 + 1e3 * tokens, 5e4 * tokens), lambda tokens: 1e-4 * tokens)
     assert best is not None and best.tokens <= 20_000 <= best.tokens * (1 + WITHIN) + GRAIN
 
 
-def test_time_that_binds_first():
+def test_longest_row_is_found_if_time_limits_before_memory():
     best, readings = looked_for(lambda tokens: 1e3 * tokens, lambda tokens: 1e-4 * tokens + 1e-7 * tokens**2)
     assert best is not None and best.tokens <= 76_960 <= best.tokens * (1 + WITHIN) + GRAIN
     assert {one.ended for one in readings} == {"", SECONDS}
 
 
-def test_nothing_fits():
+def test_search_returns_none_if_no_row_fits():
     best, readings = looked_for(lambda tokens: 2e9, lambda tokens: 1.0)
     assert best is None and readings
 
@@ -65,13 +65,13 @@ def pages(size: int) -> Iterator[None]:
         yield
 
 
-def test_anonymous_memory_is_that_of_the_process():
+def test_anonymous_bytes_counts_memory_of_the_process():
     before = anonymous_bytes(os.getpid())
     with pages(2**25):
         assert 0.9 < (anonymous_bytes(os.getpid()) - before) / 2**25 < 3
 
 
-def test_the_record_has_what_was_given_back():
+def test_peak_anonymous_bytes_includes_freed_memory():
     clear_record(os.getpid())
     before = anonymous_bytes(os.getpid())
     with pages(2**26):

@@ -19,7 +19,7 @@ SMALL = Shape(hidden=32, layers=2, heads=2, key_heads=1, intermediate=48, vocabu
 
 
 @pytest.mark.parametrize("strides", ["dense", "permuted", "with gaps", "a scalar", "nothing"])
-def test_a_tensor_comes_back_as_it_was(tmp_path: Path, strides: str):
+def test_tensor_saved_to_a_file_is_restored_exactly(tmp_path: Path, strides: str):
     drawn = torch.randn(3, 4, 6)
     saved = {
         "dense": drawn,
@@ -35,7 +35,7 @@ def test_a_tensor_comes_back_as_it_was(tmp_path: Path, strides: str):
         assert back.stride() == saved.stride()
 
 
-def test_what_is_saved_lies_in_files_until_it_was_used(tmp_path: Path):
+def test_saved_activations_stay_in_files_until_backward_uses_them(tmp_path: Path):
     layer = nn.Linear(64, 64)
     with Elsewhere(str(tmp_path)):
         loss = layer(torch.randn(1024, 64)).square().sum()
@@ -49,7 +49,7 @@ def test_what_is_saved_lies_in_files_until_it_was_used(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_side_trains_alike_wherever_its_checkpoints_wait(family: str, tmp_path: Path):
+def test_side_computes_equal_losses_wherever_checkpoints_are_kept(family: str, tmp_path: Path):
     shape = replace(SMALL, family=family)
     ids = row(shape, 48)
     steps = [
@@ -59,19 +59,19 @@ def test_a_side_trains_alike_wherever_its_checkpoints_wait(family: str, tmp_path
     assert steps[0] == pytest.approx(steps[1], rel=1e-5) and steps[1] == steps[2]
 
 
-def test_a_shape_is_read_as_it_is_written():
+def test_shape_is_read_from_its_written_numbers():
     shape = Shape.read(SMALL.numbers, "qwen3_5")
     assert shape == replace(SMALL, family="qwen3_5") and "linear_attention" in shape.config.layer_types
 
 
-def test_every_side_is_a_system_in_a_place():
+def test_every_side_names_a_system_and_a_place():
     assert len(set(SIDES)) == len(SIDES)
     assert all(parts_of(side)[1] in PLACES for side in SIDES)
     assert parts_of("deepspeed-x2") == ("deepspeed-x2", "") and parts_of("fsdp2-host") == ("fsdp2", "host")
     assert {"deepspeed", "deepspeed-host", "deepspeed-files", "tawpipe-chunked-host"} < set(SIDES)
 
 
-def test_the_page_compares_like_with_like():
+def test_page_compares_with_the_best_rival_in_the_same_place():
     """With the best of the others in the same place, on as many processes."""
     tokens = {"huggingface": (10, 20), "deepspeed": (40, 50), "deepspeed-x2": (900, None), "tawpipe-chunked": (60, 200)}
     rows = [

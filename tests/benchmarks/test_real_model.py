@@ -25,7 +25,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_an_adapter_of_a_real_model_is_trained_and_merged_as_by_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_adapter_of_a_real_model_trains_and_merges_as_with_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(real_model, "BATCH", 1)
     monkeypatch.setattr(real_model, "ANSWER", 0)
     bench = Bench(tmp_path, steps=2)
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [part for part in real_model.PARTS if part != "cost"])
-def test_other_programs_agree(part: str, folder: Path) -> None:
+def test_exports_of_a_real_model_agree_with_other_programs(part: str, folder: Path) -> None:
     rows = list(real_model.readings(part, Bench(folder, steps=4)))
     failed = [real_model.line(row) for row in rows if row.outcome == "failed"]
     assert not failed, "\n".join(failed)

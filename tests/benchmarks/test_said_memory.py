@@ -12,7 +12,9 @@ from said_memory import measured, text
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["two processes", "no checkpoints", "bins and slices, 1f1b"])
-def test_the_largest_process_holds_what_was_said(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_of_the_largest_process_matches_the_prediction(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable in ("RANK", "WORLD_SIZE", "TAWPIPE_LOCAL_LAUNCHER"):
         monkeypatch.delenv(variable, raising=False)
     text(tmp_path / "text.jsonl")
