@@ -20,7 +20,7 @@ from tawpipe.checkpoint.resume import read_run
 from tawpipe.errors import UserError
 
 
-def test_a_damaged_marker_is_named(tmp_path):
+def test_unreadable_manifest_or_unknown_format_is_refused(tmp_path):
     (tmp_path / MARKER).write_text("{")
     with pytest.raises(UserError, match="readable"):
         read_manifest(tmp_path)
@@ -29,13 +29,13 @@ def test_a_damaged_marker_is_named(tmp_path):
         read_manifest(tmp_path)
 
 
-def test_shapes_are_kept_beside_the_flat_tensors(history):
+def test_manifest_records_parameter_shapes_step_and_samples(history):
     folder = history / "checkpoints" / "step-00000020"
     assert read_manifest(folder)["parameters"]["model.layers.0.self_attn.q_proj.weight"] == [24, 24]
     assert (read_run(folder).step, read_run(folder).samples) == (20, 20)
 
 
-def test_nothing_in_a_checkpoint_can_run_code(pipeline, tmp_path):
+def test_checkpoint_holds_only_safetensors_and_json_files(pipeline, tmp_path):
     pipeline.save(tmp_path / "one")
     assert {path.suffix for path in (tmp_path / "one").iterdir()} == {".safetensors", ".json"}
 
@@ -53,7 +53,7 @@ json_values = st.recursive(
         st.sampled_from(["format", "parameters", "tensors", "files", "run", "step", "frozen"]), json_values
     )
 )
-def test_a_record_that_makes_no_sense_is_named(changes, tmp_path_factory):
+def test_changed_manifest_is_read_or_refused_with_user_error(changes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("record")
     good = {
         "format": 2,
@@ -77,7 +77,7 @@ def test_a_record_that_makes_no_sense_is_named(changes, tmp_path_factory):
         shutil.rmtree(folder)
 
 
-def test_a_folder_of_format_2_is_read(pipeline, tmp_path):
+def test_checkpoint_of_format_2_is_loaded(pipeline, tmp_path):
     """Every name is spelled here, as versions before this one have written it: two ranks, no dtypes, no history."""
     pipeline.save(tmp_path / "new")
     expected, manifest = everything(pipeline), read_manifest(tmp_path / "new")

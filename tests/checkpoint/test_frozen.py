@@ -120,7 +120,7 @@ def size(folder: Path) -> int:
         pytest.param({"dtype": torch.float32, "host_homes": "all"}, marks=pytest.mark.slow),
     ],
 )
-def test_a_resumed_run_goes_on_bit_by_bit(base, tmp_path, knobs):
+def test_resumed_adapter_run_repeats_losses_and_values_bit_by_bit(base, tmp_path, knobs):
     given = {"base": str(base), "folder": str(tmp_path / "state"), **knobs}
     losses, last, digests = whole_run(ALONE, **given)
     again, resumed, known = second_half(ALONE, **given)
@@ -129,7 +129,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(base, tmp_path, knobs):
 
 
 @pytest.mark.slow
-def test_on_two_processes_and_on_another_number(pool, base, tmp_path):
+def test_adapter_run_resumes_on_two_processes_and_on_one(pool, base, tmp_path):
     given = {"base": str(base), "folder": str(tmp_path / "state"), "dtype": torch.float64}
     losses, last, digests = pool.run("test_frozen:whole_run", 1, 2, **given)[0]
     again, resumed, known = pool.run("test_frozen:second_half", 1, 2, **given)[0]
@@ -138,7 +138,7 @@ def test_on_two_processes_and_on_another_number(pool, base, tmp_path):
     assert alone == pytest.approx(losses[2:], rel=1e-10) and here == digests
 
 
-def test_digests_are_those_of_the_folder_whatever_it_is_read_for(base, tmp_path):
+def test_digests_depend_on_base_weights_not_on_path_or_dtype(base, tmp_path):
     shutil.copytree(base, tmp_path / "moved")
     ways: list[dict[str, Any]] = [{"dtype": torch.float64}, {"dtype": torch.bfloat16, "quantize": "nf4"}]
     made = [adapted(folder, **way) for way, folder in zip(ways, (base, tmp_path / "moved"), strict=True)]
@@ -150,7 +150,7 @@ def test_digests_are_those_of_the_folder_whatever_it_is_read_for(base, tmp_path)
         pipeline.close()
 
 
-def test_other_weights_are_refused_by_name_and_change_nothing(base, tmp_path):
+def test_different_frozen_weights_are_refused_by_name_without_changes(base, tmp_path):
     first = adapted(base)
     go(first, 0, 1)
     first.save(tmp_path / "state")
@@ -172,7 +172,7 @@ def test_other_weights_are_refused_by_name_and_change_nothing(base, tmp_path):
         pipeline.close()
 
 
-def test_a_copy_of_all_is_resumed_and_followed_by_references(base, tmp_path):
+def test_checkpoint_with_frozen_copy_loads_and_next_save_refers_to_base(base, tmp_path):
     first = adapted(base)
     go(first, 0, 1)
     first.save(tmp_path / "copy", copy_frozen=True)
@@ -191,7 +191,7 @@ def test_a_copy_of_all_is_resumed_and_followed_by_references(base, tmp_path):
     again.close()
 
 
-def test_values_that_are_no_folder_s_are_written(base, tmp_path):
+def test_frozen_values_that_differ_from_a_folder_are_written(base, tmp_path):
     """Those of a model in memory, of a source of the user's, of another state, and of an adapter."""
 
     class Shifted(SafetensorsSource):
@@ -226,7 +226,7 @@ def test_values_that_are_no_folder_s_are_written(base, tmp_path):
         one.close()
 
 
-def test_a_frozen_adapter_is_written_beside_its_base_that_is_not(base, tmp_path):
+def test_frozen_adapter_is_saved_and_its_base_is_referenced(base, tmp_path):
     """Both are in the same packed units; an export reads both."""
     made = [adapted(base, quantize="nf4", seed=seed, frozen="lora_A") for seed in (0, 1)]
     go(made[0], 0, 1)
@@ -245,7 +245,7 @@ def test_a_frozen_adapter_is_written_beside_its_base_that_is_not(base, tmp_path)
         pipeline.close()
 
 
-def test_a_copy_in_memory_refers_to_the_base_too(base, tmp_path):
+def test_memory_checkpoint_refers_to_the_base(base, tmp_path):
     memory = Memory(tmp_path / "copies", ALONE, ALONE)
     memory.history = "this one"
     first, again = adapted(base), adapted(base, seed=1)
@@ -264,7 +264,7 @@ def freeze(model: nn.Module, chosen: Callable[[str], bool]) -> None:
         parameter.requires_grad_(not chosen(name))
 
 
-def test_a_load_that_breaks_off_refers_to_nothing_that_it_may_have_overwritten(base, tmp_path, monkeypatch):
+def test_interrupted_load_invalidates_digests_of_frozen_weights(base, tmp_path, monkeypatch):
     pipeline = adapted(base)
     pipeline.save(tmp_path / "copy", copy_frozen=True)
     pipeline.save(tmp_path / "state")
@@ -282,7 +282,7 @@ def test_a_load_that_breaks_off_refers_to_nothing_that_it_may_have_overwritten(b
     pipeline.close()
 
 
-def test_words_about_a_folder():
+def test_hub_folder_and_differing_parameters_are_described():
     hub = "/cache/models--org--name/snapshots/1a2b"
     manifest = {"frozen": {"folder": hub, "parameters": {"a": "1", "b.base_layer.weight": "2"}}}
     assert folder_of(manifest) == "org/name@1a2b"
@@ -290,7 +290,7 @@ def test_words_about_a_folder():
     assert difference(manifest, {"a": "1"}) == "b.weight differs (1 of 2 parameters do)"
 
 
-def test_a_refusal_of_a_model_names_the_weights_that_are_needed(base, tmp_path):
+def test_model_refusal_names_the_base_that_the_checkpoint_needs(base, tmp_path):
     pipeline = adapted(base)
     pipeline.save(tmp_path / "state")
     pipeline.save(tmp_path / "copy", copy_frozen=True)

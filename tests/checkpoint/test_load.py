@@ -102,7 +102,7 @@ def breaking(open_file: Callable[..., Any], *, after: int) -> Callable[..., Any]
     return lambda *where: File(open_file(*where))
 
 
-def test_a_load_that_breaks_off_leaves_no_pipeline_that_goes_on(saved, tmp_path, monkeypatch):
+def test_pipeline_refuses_all_work_after_an_interrupted_load(saved, tmp_path, monkeypatch):
     pipeline, expected = make(), make()
     train(pipeline, BATCHES[:1])
     monkeypatch.setattr(load, "open_file", breaking(load.open_file, after=40))
@@ -132,7 +132,7 @@ def test_a_load_that_breaks_off_leaves_no_pipeline_that_goes_on(saved, tmp_path,
 @pytest.mark.parametrize(
     ("fault", "copied"), [("refused", False), pytest.param("broken", True, marks=pytest.mark.slow)]
 )
-def test_what_one_rank_cannot_read_stops_all(pool, tmp_path, fault, copied):
+def test_load_failure_of_one_rank_stops_all_ranks(pool, tmp_path, fault, copied):
     for message, unchanged, stopped, goes_on in pool.run(
         "test_load:load_with_fault", 2, 1, folder=str(tmp_path / "state"), fault=fault, copied=copied
     ):
@@ -146,7 +146,7 @@ def test_what_one_rank_cannot_read_stops_all(pool, tmp_path, fault, copied):
     "optimizer",
     [adamw(1e-2), partial(Adagrad, lr=0.1), *(pytest.param(one, marks=pytest.mark.slow) for one in (momentum, plain))],
 )
-def test_a_state_without_a_step_comes_back(tmp_path, optimizer):
+def test_state_saved_before_any_step_is_restored(tmp_path, optimizer):
     pipeline, other, never = make(optimizer), make(optimizer), make(optimizer)
     pipeline.save(Disk(tmp_path, ALONE), run=run_of(0))
     train(other, BATCHES[2:])
@@ -173,7 +173,7 @@ def loss_that_may_be_bad() -> tuple[list[bool], Callable[[Tensor, Tensor], Tenso
 
 
 @pytest.mark.parametrize("optimizer", [adamw(1e-2), momentum, partial(SGD, lr=0.05, momentum=0.9, fused=True)])
-def test_steps_that_were_left_out_leave_a_state_that_comes_back(tmp_path, optimizer):
+def test_state_saved_after_skipped_steps_is_restored(tmp_path, optimizer):
     bad, loss = loss_that_may_be_bad()  # not while it is tried
     pipeline, other, never = (make(optimizer, skip_limit=5, loss=loss) for _ in range(3))
     bad[0] = True
@@ -189,7 +189,7 @@ def test_steps_that_were_left_out_leave_a_state_that_comes_back(tmp_path, optimi
         one.close()
 
 
-def test_a_bad_step_is_forgotten_by_a_state_from_before_any_step(tmp_path):
+def test_loading_a_state_of_step_0_forgets_a_nonfinite_step(tmp_path):
     """Fused SGD, whose first momentum is the first gradient: after the load as in a new pipeline."""
     bad, loss = loss_that_may_be_bad()
     fused = partial(SGD, lr=0.05, momentum=0.9, fused=True)
@@ -206,7 +206,7 @@ def test_a_bad_step_is_forgotten_by_a_state_from_before_any_step(tmp_path):
         one.close()
 
 
-def test_a_momentum_that_is_switched_on_in_a_bad_step_begins_with_the_next_gradient():
+def test_momentum_set_before_a_nonfinite_step_starts_with_next_gradient():
     bad, loss = loss_that_may_be_bad()
     pipeline, never = (make(partial(SGD, lr=0.05, fused=True), skip_limit=5, loss=loss) for _ in range(2))
     for one in (pipeline, never):
@@ -251,7 +251,7 @@ def test_state_of_another_optimizer_is_refused_by_name(tmp_path, first, second, 
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", pytest.param("hsdp", marks=pytest.mark.slow)])
-def test_frozen_values_come_out_as_they_came_in(pool, tmp_path, strategy):
+def test_frozen_values_survive_save_and_resume_exactly(pool, tmp_path, strategy):
     """In a run that computes in bf16: collected, saved, resumed, also by a run whose own source is exact."""
     for worst in pool.run("test_load:frozen_values", 2, 2, folder=str(tmp_path), strategy=strategy):
         assert worst == {"exact", "host", "narrow"}

@@ -50,7 +50,7 @@ def without_record(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_the_library_refuses_other_groups_and_names_what_keeps_them(kind, tmp_path):
+def test_load_with_other_groups_is_refused_and_names_the_groups_to_keep(kind, tmp_path):
     folder, config = tmp_path / "state", TABLES[kind]
     old = made(config, tawpipe.muon(1e-3, groups="shapes"))
     old.step(batches(2, 1)[0])
@@ -77,7 +77,7 @@ def test_the_library_refuses_other_groups_and_names_what_keeps_them(kind, tmp_pa
     ],
     ids=["no tables of vectors", "nothing decays", "a factory of one's own"],
 )
-def test_groups_that_do_not_differ_are_loaded_whatever_the_record(config, optimizer, tmp_path):
+def test_equal_optimizer_groups_load_under_either_rule(config, optimizer, tmp_path):
     folder = tmp_path / "state"
     old = made(config, optimizer(groups="shapes"))
     old.step(batches(2, 1)[0])
@@ -90,14 +90,14 @@ def test_groups_that_do_not_differ_are_loaded_whatever_the_record(config, optimi
     new.close()
 
 
-def test_other_rules_do_not_exist():
+def test_unknown_group_rule_is_refused():
     with pytest.raises(UserError, match="groups: got 'shape'; roles or shapes"):
         tawpipe.adamw(groups="shape")
 
 
 @pytest.mark.parametrize("kind", ["norms of heads", "experts' biases"])
 @pytest.mark.slow
-def test_a_run_keeps_the_groups_of_its_checkpoint_and_says_so(kind, tmp_path, capsys):
+def test_resumed_run_keeps_and_reports_optimizer_groups_of_its_checkpoint(kind, tmp_path, capsys):
     make_small(tmp_path, files=20, layers=1, positions=256)
     TABLES[kind].save_pretrained(tmp_path / "model")
     quiet = ("--nproc", "1", "--device", "cpu", "--sample.tokens", "0", "--export.enabled", "false")

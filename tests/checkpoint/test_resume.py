@@ -36,7 +36,7 @@ def saved(pool, tmp_path_factory):
     return folder, losses
 
 
-def test_resume_goes_on_with_the_identical_curve(pool, saved):
+def test_resumed_run_repeats_the_loss_curve_exactly(pool, saved):
     folder, losses = saved
     assert pool.run("test_resume:go_on", 2, 2, folder=str(folder), total=TOTAL, strategy="tawpipe-spread")[0] == losses
 
@@ -48,13 +48,13 @@ def test_resume_goes_on_with_the_identical_curve(pool, saved):
         *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 4, "tawpipe-spread"), (3, 2, "tawpipe-whole"))),
     ],
 )
-def test_resume_on_another_topology(pool, saved, nodes, local, strategy):
+def test_resumed_run_on_another_topology_has_equal_losses(pool, saved, nodes, local, strategy):
     folder, losses = saved
     again = pool.run("test_resume:go_on", nodes, local, folder=str(folder), total=TOTAL, strategy=strategy)[0]
     assert again == pytest.approx(losses, rel=1e-10)
 
 
-def test_resume_with_copies_of_the_state_over_groups(pool, saved):
+def test_resumed_run_with_replicated_state_groups_has_equal_losses(pool, saved):
     folder, losses = saved
     knobs = {"strategy": "tawpipe-groups", "groups": "1n/1n/2n"}
     again = pool.run("test_resume:go_on", 4, 1, folder=str(folder), total=TOTAL, **knobs)[0]
@@ -62,7 +62,7 @@ def test_resume_with_copies_of_the_state_over_groups(pool, saved):
 
 
 @pytest.mark.slow
-def test_what_waits_in_the_host_s_memory_is_no_part_of_a_state(pool, saved, tmp_path):
+def test_graphs_kept_in_host_memory_are_not_part_of_a_checkpoint(pool, saved, tmp_path):
     """Kept graphs that wait in runs that go on, in a run that has saved, and in a pipeline."""
     folder, losses = saved
     plain = {"strategy": "tawpipe-spread", "total": TOTAL}
@@ -108,14 +108,14 @@ def go_on(world: World, *, folder: str, total: int, **knobs: Any) -> list[float]
         pytest.param(1, 2, None, marks=pytest.mark.slow),
     ],
 )
-def test_a_lost_node_is_made_up_for_from_memory(pool, tmp_path, nodes, local, lost):
+def test_lost_node_is_restored_from_memory_checkpoints(pool, tmp_path, nodes, local, lost):
     found = pool.run("test_resume:lose_a_node", nodes, local, folder=str(tmp_path / "copies"), lost=lost, **SMALL)
     assert all(one[:2] == (True, True) for one in found)
     assert set(found[0][2].split()) == {"step-00000004"}  # older ones are gone
 
 
 @pytest.mark.slow
-def test_a_copy_without_a_neighbour_is_lost_with_its_node(pool, tmp_path):
+def test_memory_checkpoint_on_one_node_is_lost_with_the_node(pool, tmp_path):
     results = pool.run("test_resume:lose_a_node", 1, 2, folder=str(tmp_path), lost=0, **SMALL)
     assert results[0][0] is False
 
@@ -157,7 +157,7 @@ def lose_a_node(world: World, *, folder: str, lost: int | None, **knobs: Any) ->
     return source is not None, again == losses, " ".join(names)
 
 
-def test_machines_that_see_different_states_go_on_from_none(pool, history, tmp_path):
+def test_machines_with_different_checkpoints_refuse_to_resume(pool, history, tmp_path):
     for rank in range(2):
         folder = tmp_path / f"machine-{rank}" / "step-00000030"
         shutil.copytree(history / "checkpoints" / folder.name, folder)
@@ -185,7 +185,7 @@ def where(folder: Path, resume: str = "auto") -> Path | None:
     return source and source.where
 
 
-def test_an_incomplete_folder_is_never_chosen(saved, tmp_path):
+def test_incomplete_checkpoint_folder_is_never_chosen(saved, tmp_path):
     good = tmp_path / "step-00000003"
     shutil.copytree(saved[0] / "step-00000003", good)
     (tmp_path / "step-00000004").mkdir()  # no marker
@@ -196,13 +196,13 @@ def test_an_incomplete_folder_is_never_chosen(saved, tmp_path):
         where(tmp_path, str(tmp_path / "step-00000004"))
 
 
-def test_nothing_to_resume_from_is_said_not_guessed(tmp_path):
+def test_empty_folder_gives_no_checkpoint_and_a_missing_path_is_refused(tmp_path):
     assert where(tmp_path / "none") is None
     with pytest.raises(UserError, match="resume: got "):
         where(tmp_path, str(tmp_path / "missing"))
 
 
-def test_resume_walks_back_to_what_is_sound_and_says_so(history):
+def test_resume_falls_back_to_the_newest_sound_checkpoint_and_reports(history):
     folder = history / "checkpoints"
     flip_a_bit(folder / "step-00000030" / file_name(0))
     with (folder / "step-00000020" / file_name(0)).open("r+b") as file:
@@ -216,7 +216,7 @@ def test_resume_walks_back_to_what_is_sound_and_says_so(history):
 
 
 @pytest.mark.parametrize("lost", [(30,), (20, 30), (10, 20, 30)])
-def test_states_without_their_manifest_are_passed_over_and_said(history, tmp_path, lost):
+def test_checkpoints_without_manifest_are_skipped_and_reported(history, tmp_path, lost):
     for step in lost:
         (history / "checkpoints" / f"step-000000{step}" / MARKER).unlink()
     disk = Disk(history / "checkpoints", ALONE)
@@ -231,7 +231,7 @@ def test_states_without_their_manifest_are_passed_over_and_said(history, tmp_pat
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_newer_states_are_set_aside_when_nothing_refuses_any_more(history, tmp_path, lost):
+def test_newer_checkpoints_are_set_aside_only_after_settings_are_accepted(history, tmp_path, lost):
     disk = Disk(history / "checkpoints", ALONE)
     chosen = choose(tmp_path, str(disk.folder / "step-00000010"), disk, None, restarts=0)
     assert len(complete_states(disk.folder)) == 3, "settings may still be refused"
@@ -242,7 +242,7 @@ def test_newer_states_are_set_aside_when_nothing_refuses_any_more(history, tmp_p
     assert len([*disk.folder.glob("*.abandoned")]) == 2 and (tmp_path / "history.json").exists()
 
 
-def test_a_digit_that_turns_over_in_the_record_is_found(history):
+def test_changed_digit_in_a_manifest_is_found_by_its_checksum(history):
     marker = history / "checkpoints" / "step-00000030" / MARKER
     marker.write_text(marker.read_text().replace('"samples": 30', '"samples": 31'))
     found = find(Disk(history / "checkpoints", ALONE), "auto")
@@ -250,7 +250,7 @@ def test_a_digit_that_turns_over_in_the_record_is_found(history):
     assert "differs; expected a sound one" in found.passed_over[0]
 
 
-def test_copies_of_another_history_are_not_gone_on_with(pipeline, tmp_path):
+def test_memory_checkpoints_of_another_run_history_are_not_resumed(pipeline, tmp_path):
     words = ["--output", str(tmp_path / "run"), "--checkpoint.memory-every", "1"]
     words += ["--checkpoint.memory-dir", str(tmp_path)]
     auto, anew = load_config([*words, "--resume", "auto"]), load_config(words)
@@ -274,7 +274,7 @@ def test_copies_of_another_history_are_not_gone_on_with(pipeline, tmp_path):
     assert start(off).source is None and not list(tmp_path.glob("tawpipe-*"))
 
 
-def test_a_mark_that_is_damaged_says_nothing():
+def test_damaged_history_mark_reads_as_empty():
     for text in ("", "{", "[]", "{}", '{"history": 1}', "null"):
         assert Mark.of(text) == Mark()
     assert Mark.of(Mark("a", "auto", "b").text) == Mark("a", "auto", "b")

@@ -23,7 +23,7 @@ def weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     return {name: pipeline.parameter(name).clone() for name in pipeline.parameter_names}  # type: ignore[union-attr]
 
 
-def test_what_is_saved_is_what_was_there_when_it_began(pipeline, tmp_path):
+def test_background_save_writes_the_values_from_its_start(pipeline, tmp_path):
     before, gate = weights(pipeline), threading.Event()
     injector = Injector([], 0, restart=0)
     injector.before_save = lambda step: gate.wait()  # type: ignore[method-assign, return-value]
@@ -40,7 +40,7 @@ def test_what_is_saved_is_what_was_there_when_it_began(pipeline, tmp_path):
     assert all(torch.equal(before[name], value) for name, value in weights(pipeline).items())
 
 
-def test_a_full_disk_is_named_and_takes_nothing_with_it(pipeline, tmp_path):
+def test_full_disk_is_reported_and_earlier_checkpoint_is_kept(pipeline, tmp_path):
     pipeline.save(tmp_path / "step-00000001", run={"step": 1})
     before = (tmp_path / "step-00000001" / MARKER).read_text()
     pipeline.injector = Injector([Fault(0, 2, "save", "disk-full")], 0, restart=0)
@@ -53,26 +53,26 @@ def test_a_full_disk_is_named_and_takes_nothing_with_it(pipeline, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_named(pipeline, tmp_path):
+def test_save_into_an_unwritable_folder_names_the_error(pipeline, tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(RunError, match="Permission denied"):
         pipeline.save(tmp_path / "one")
 
 
-def test_a_file_in_the_way_is_named(pipeline, tmp_path):
+def test_save_below_a_file_names_the_file(pipeline, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="file"):
         pipeline.save(tmp_path / "file" / "one")
 
 
-def test_numbers_that_are_none_are_not_saved(pipeline, tmp_path):
+def test_nonfinite_values_are_not_saved(pipeline, tmp_path):
     next(iter(pipeline.storage.master.values()))[3] = float("nan")
     with pytest.raises(RunError, match="not finite; not saved"):
         pipeline.save(tmp_path / "one")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_save_that_never_ends_is_given_up(pipeline, tmp_path):
+def test_wait_for_a_stuck_save_ends_at_its_time_limit(pipeline, tmp_path):
     injector = Injector([], 0, restart=0)
     gate = threading.Event()
     injector.before_save = lambda step: gate.wait()  # type: ignore[method-assign, return-value]
@@ -97,7 +97,7 @@ def test_a_second_save_waits_for_the_first(pipeline, tmp_path):
     assert not second.wait().problem and read_manifest(tmp_path / "two")
 
 
-def test_a_disk_that_keeps_other_bytes_is_found_out(pipeline, tmp_path, monkeypatch):
+def test_save_detects_bytes_changed_by_the_disk(pipeline, tmp_path, monkeypatch):
     """What this machine has in its page cache is as it was written; what comes from the disk after that is not."""
 
     def from_the_disk(handle: int, begin: int, length: int, advice: int) -> None:
@@ -119,7 +119,7 @@ def pieces() -> list[StatePiece]:
     return [StatePiece("weight", 6, 0, torch.arange(6.0)), StatePiece("step", 1, 0, torch.tensor([3]))]
 
 
-def test_what_is_staged_is_a_copy_of_sound_numbers() -> None:
+def test_staging_copies_finite_values_and_refuses_nonfinite_values() -> None:
     given = [*pieces(), StatePiece("empty", 4, 4, torch.zeros(0))]
     copies = stage(given)
     given[0].value.fill_(9)
@@ -131,7 +131,7 @@ def test_what_is_staged_is_a_copy_of_sound_numbers() -> None:
             stage(given)
 
 
-def test_a_save_by_itself_is_a_folder_whose_files_have_their_checksums(tmp_path: Path) -> None:
+def test_save_writes_a_folder_with_matching_checksums(tmp_path: Path) -> None:
     saving = Saving(
         Disk(tmp_path, ALONE), "step-00000003", stage(pieces()), content={"step": 3, "parameters": {}}, world=ALONE
     )

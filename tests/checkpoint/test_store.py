@@ -22,12 +22,12 @@ from tawpipe.topology import Topology
         (((0, 1),), (None, None)),
     ],
 )
-def test_copies_go_to_another_machine(nodes, expected):
+def test_memory_copies_are_kept_on_another_machine(nodes, expected):
     machines = Topology(nodes)
     assert tuple(_neighbour(machines, rank) for rank in range(len(expected))) == expected
 
 
-def test_a_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch):
+def test_memory_folder_of_another_user_is_not_used(tmp_path, monkeypatch):
     folder = tmp_path / "copies"
     own_folder(folder)
     assert folder.stat().st_mode & 0o777 == 0o700 and is_ours(folder)
@@ -38,14 +38,14 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch):
         own_folder(folder)
 
 
-def test_half_written_folders_are_removed_at_the_start(history):
+def test_half_written_checkpoints_are_removed_at_start(history):
     half = history / "checkpoints" / "step-00000040.incomplete"
     half.mkdir()
     find(Disk(history / "checkpoints", ALONE), "auto")
     assert not half.exists()
 
 
-def test_what_a_crash_leaves_of_a_removal_goes_at_the_start(history, monkeypatch):
+def test_interrupted_removal_is_finished_at_start(history, monkeypatch):
     folder = history / "checkpoints"
     monkeypatch.setattr("tawpipe.checkpoint.names.shutil.rmtree", lambda *_, **__: None)  # the crash
     remove(folder / "step-00000010")
@@ -55,7 +55,7 @@ def test_what_a_crash_leaves_of_a_removal_goes_at_the_start(history, monkeypatch
     assert len(list(folder.iterdir())) == 2
 
 
-def test_what_cannot_be_removed_stays_and_is_named(pipeline, history, monkeypatch):
+def test_checkpoint_that_cannot_be_removed_is_reported(pipeline, history, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_removed_stays_and_is_named(pipeline, history, monkeypatc
     assert "could not be removed: Permission denied" in saved.left
 
 
-def test_memory_of_somebody_else_is_a_problem_with_a_name(pipeline, tmp_path):
+def test_memory_folder_of_another_user_is_reported_as_a_problem(pipeline, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "copies").symlink_to(tmp_path / "theirs")
     saved = pipeline.start_saving(Memory(tmp_path / "copies", ALONE, ALONE), run=run_of(1)).wait()
@@ -73,7 +73,7 @@ def test_memory_of_somebody_else_is_a_problem_with_a_name(pipeline, tmp_path):
 
 
 @pytest.mark.parametrize("samples", range(3))
-def test_what_is_left_of_the_same_step_does_not_hide_a_whole_state(pipeline, tmp_path, samples):
+def test_leftover_node_folders_do_not_hide_a_whole_memory_checkpoint(pipeline, tmp_path, samples):
     """Nodes that were numbered otherwise leave folders under other names."""
     memory = Memory(tmp_path / "copies", ALONE, ALONE)
     pipeline.save(memory, run=run_of(1))
