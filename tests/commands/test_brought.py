@@ -26,11 +26,11 @@ def other(monkeypatch):
     return ran
 
 
-def test_the_lab_is_one():
+def test_lab_is_a_command_of_an_installed_package():
     assert brought()["lab"] is command and "cluster" in command.LINE
 
 
-def test_such_a_command_runs_with_its_words_and_stands_in_the_help(other, capsys):
+def test_plugin_command_runs_with_its_arguments_and_is_listed_in_help(other, capsys):
     assert main(["other", "a", "--b"]) == 5 and other == [["a", "--b"]]
     assert main([]) == 0
     said = capsys.readouterr().out
@@ -38,12 +38,12 @@ def test_such_a_command_runs_with_its_words_and_stands_in_the_help(other, capsys
     assert main(["another"]) == 2 and "'other'" in capsys.readouterr().err
 
 
-def test_its_pages_are_shown(other, tmp_path):
+def test_pages_of_a_plugin_command_are_found(other, tmp_path):
     assert [page.name for page in find_pages(tmp_path)] == ["other.html"]
     with pytest.raises(UserError):
         find_pages(tmp_path / "missing")
 
 
-def test_words_of_the_library_ask_no_package(monkeypatch):
+def test_builtin_command_does_not_look_up_plugins(monkeypatch):
     monkeypatch.setattr(module, "entry_points", lambda group: pytest.fail("asked"))
     assert main(["train", "--help"]) == 0

@@ -51,13 +51,13 @@ def answer(loaded, text: str, tokens: int) -> str:
     return tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_an_answer_is_that_of_the_model_through_its_template(folder, loaded, capsys):
+def test_chat_answers_as_the_model_through_its_chat_template(folder, loaded, capsys):
     words = ["chat", str(folder), "--tokens", "7", "--temperature", "0", "--system", "s", "--prompt", "how are you?"]
     assert main(words) == 0
     assert capsys.readouterr().out.strip() == answer(loaded, "[system]s[user]how are you?[assistant]", 7).strip()
 
 
-def test_a_conversation_goes_on_until_a_new_one(loaded, capsys):
+def test_conversation_keeps_its_turns_until_a_new_one_begins(loaded, capsys):
     talk = Conversation(*loaded, tokens=5, temperature=0)
     first = talk.say("you?")
     assert first == answer(loaded, "[user]you?[assistant]", 5)
@@ -67,9 +67,7 @@ def test_a_conversation_goes_on_until_a_new_one(loaded, capsys):
     assert talk.say("how are you? " * 60) == "" and "/new starts a new one" in capsys.readouterr().out
 
 
-def test_questions_come_from_a_pipe_and_a_text_goes_on_without_a_template(
-    folder, loaded, capsys, monkeypatch, tmp_path
-):
+def test_chat_reads_a_pipe_and_continues_text_without_a_template(folder, loaded, capsys, monkeypatch, tmp_path):
     model, tokenizer = loaded
     model.save_pretrained(tmp_path)
     plain = AutoTokenizer.from_pretrained(folder / "model")
@@ -83,7 +81,7 @@ def test_questions_come_from_a_pipe_and_a_text_goes_on_without_a_template(
 
 
 @pytest.mark.parametrize("refused", ["system", "user"])
-def test_what_the_template_refuses_is_said_in_its_words(folder, loaded, refused):
+def test_role_refused_by_the_chat_template_is_reported_with_its_message(folder, loaded, refused):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     condition = f"{{% if messages[0].role == '{refused}' %}}"
     tokenizer.chat_template = condition + "{{ raise_exception('not this role') }}{% endif %}" + TEMPLATE
@@ -94,7 +92,7 @@ def test_what_the_template_refuses_is_said_in_its_words(folder, loaded, refused)
     assert error.value.setting == ("--system" if refused == "system" else "MODEL")
 
 
-def test_a_model_without_a_template_is_told_nothing_first(folder, loaded):
+def test_system_prompt_without_a_chat_template_is_refused(folder, loaded):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="--system: got 'be brief'; ignored: without a chat template"):
@@ -102,12 +100,12 @@ def test_a_model_without_a_template_is_told_nothing_first(folder, loaded):
 
 
 @pytest.mark.parametrize("setting", ["--prompt", "--system"])
-def test_bytes_that_are_no_text_are_refused(setting):
+def test_prompt_that_is_not_utf8_is_refused(setting):
     with pytest.raises(UserError, match=rf"{setting}: got '\\udcff'; text in UTF-8"):
         run(["nowhere", setting, "\udcff"])
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_conversation(loaded, capsys, monkeypatch):
+def test_ctrl_c_ends_the_answer_but_not_the_conversation(loaded, capsys, monkeypatch):
     model, tokenizer = loaded
     talk = Conversation(model, tokenizer, tokens=5, temperature=0)
 
@@ -120,7 +118,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(loaded, capsys, monkeypa
     assert talk.say("you?") == answer(loaded, "[user]you?[assistant]", 5)
 
 
-def test_what_cannot_be_asked_is_refused_by_name(folder, tmp_path, capsys):
+def test_chat_refuses_wrong_folders_and_settings_by_name(folder, tmp_path, capsys):
     assert model_folder(folder) == model_folder(folder / "model") == folder / "model"
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError, match="this run has checkpoints but no model/ yet"):

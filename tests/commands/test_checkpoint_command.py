@@ -23,7 +23,7 @@ def history(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_says_what_is_sound(history, capsys):
+def test_checkpoint_command_verifies_lists_and_prunes(history, capsys):
     assert main(["checkpoint", "verify", str(history)]) == 0
     assert capsys.readouterr().out.count("sound") == 3
     flip_a_bit(history / "checkpoints" / "step-00000020" / file_name(0))
@@ -60,7 +60,7 @@ def test_the_last_sound_checkpoint_is_not_pruned(history, capsys):
 
 
 @pytest.mark.parametrize("words", [["list", "nowhere"], ["prune", ".", "--keep", "0"], ["verify", "."]])
-def test_the_command_complains(words, tmp_path, monkeypatch, capsys):
+def test_checkpoint_command_refuses_wrong_arguments(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["checkpoint", *words]) == 2
     assert "tawpipe: error" in capsys.readouterr().err

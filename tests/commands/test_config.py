@@ -29,12 +29,12 @@ def test_defaults_of_the_command_line_are_those_of_the_dataclass() -> None:
     assert load_config([]) == TrainConfig()
 
 
-def test_every_contracted_name_is_an_option() -> None:
+def test_every_name_of_the_settings_contract_is_an_option() -> None:
     options = {leaf.option for leaf in train_options().leaves.values()}
     assert {f"--{name}" for name in CONTRACT} <= options
 
 
-def test_what_is_printed_is_the_same_config_when_fed_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_printed_config_reads_back_as_an_equal_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     changed = ["--steps", "7", "--data", "a/*.txt", "b c.jsonl", "--optimizer.clip-norm", "null", "--dtype", "bfloat16"]
     changed += ["--learning-rate", "3e-5", "--strict", "--sample.prompt", "one: 'two' # ünï", "--tokenizer", "1.50"]
     assert main(["train", *changed, "--print-config"]) == 0
@@ -45,7 +45,7 @@ def test_what_is_printed_is_the_same_config_when_fed_back(capsys: pytest.Capture
     assert load_config(["--config", str(file)]) == config
 
 
-def test_every_key_is_printed_below_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_puts_help_above_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--print-config"]) == 0
     lines = capsys.readouterr().out.splitlines()
     keys = [index for index, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")]
@@ -53,7 +53,7 @@ def test_every_key_is_printed_below_its_help(capsys: pytest.CaptureFixture[str])
     assert all(lines[index - 1].lstrip().startswith("# ") for index in keys)
 
 
-def test_the_example_is_current() -> None:
+def test_example_train_yaml_equals_print_config() -> None:
     """In a process of its own: here other tests may have brought strategies, which would be listed."""
     example = Path(__file__).parents[2] / "examples" / "train.yaml"
     command = [sys.executable, "-m", "tawpipe", "train", "--print-config"]
@@ -69,7 +69,7 @@ def test_saved_config_reads_back_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path, before: bool) -> None:
+def test_command_line_overrides_the_file_in_any_order(tmp_path: Path, before: bool) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("steps: 5\nseed: 6\noptimizer: {beta1: 0.5, beta2: 0.6}\n")
     overrides = ["--steps=9", "--optimizer.beta1", "0.7"]
@@ -80,7 +80,7 @@ def test_the_command_line_beats_the_file_wherever_it_stands(tmp_path: Path, befo
 
 
 @pytest.mark.parametrize("name", ["micro_batch", "plan", "inject", "dtype", "validation_fraction"])
-def test_nothing_is_no_value_but_where_it_says_so(tmp_path: Path, name: str) -> None:
+def test_null_is_refused_for_settings_that_need_a_value(tmp_path: Path, name: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(f"{name}: null\n")
     with pytest.raises(UserError, match=rf"--{name.replace('_', '-')} in .*/a\.yaml, line 1: got 'null'"):
@@ -88,7 +88,7 @@ def test_nothing_is_no_value_but_where_it_says_so(tmp_path: Path, name: str) -> 
     assert load_config(["--nodes", "null"]).nodes is None
 
 
-def test_of_several_files_the_last_one_wins(tmp_path: Path) -> None:
+def test_last_of_several_config_files_wins(tmp_path: Path) -> None:
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("steps: 5\noptimizer: {beta1: 0.5}\n")
     second.write_text("steps: 6\noptimizer: {beta2: 0.6}\n")
@@ -96,7 +96,7 @@ def test_of_several_files_the_last_one_wins(tmp_path: Path) -> None:
     assert (config.steps, config.optimizer.beta1, config.optimizer.beta2) == (6, 0.5, 0.6)
 
 
-def test_yaml_reads_numbers_and_lists_as_people_write_them(tmp_path: Path) -> None:
+def test_yaml_reads_exponents_null_and_single_values_as_lists(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("learning_rate: 3e-4\ndata: one.txt\noptimizer: {clip_norm: null}\nvirtual_nodes: true\n")
     config = load_config(["--config", str(file)])
@@ -104,7 +104,7 @@ def test_yaml_reads_numbers_and_lists_as_people_write_them(tmp_path: Path) -> No
     assert config.virtual_nodes is True
 
 
-def test_lists_of_numbers_are_read_from_words_and_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_number_lists_are_read_from_command_line_and_yaml(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("rope: {scaling: longrope, short_factor: 1, long_factor: [1, 2.5]}\n")
     words = ["--rope.scaling", "longrope", "--rope.short-factor", "1", "--rope.long-factor", "1", "2.5"]
@@ -119,7 +119,7 @@ def test_lists_of_numbers_are_read_from_words_and_yaml(capsys: pytest.CaptureFix
             load_config(wrong)
 
 
-def test_rotary_settings_that_no_model_can_have_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_rotary_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     cases = {"--rope.factor: got 0.5; a number at least 1": ["--rope.scaling", "yarn", "--rope.factor", "0.5"]}
     cases["--rope.scaling: got 'dynamic'; one of none, linear"] = ["--rope.scaling", "dynamic", "--rope.factor", "2"]
     cases["--rope.factor: got 2.0; unset under --rope.scaling none"] = ["--rope.factor", "2"]
@@ -128,7 +128,7 @@ def test_rotary_settings_that_no_model_can_have_are_refused_at_once(capsys: pyte
         assert message in capsys.readouterr().err
 
 
-def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+def test_empty_config_file_keeps_all_defaults(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("# nothing\n")
     assert load_config(["--config", str(file)]) == TrainConfig()
@@ -139,18 +139,18 @@ def test_booleans_may_stand_alone_and_underscores_are_taken_for_dashes() -> None
     assert (config.virtual_nodes, config.micro_batch, config.export.enabled, config.strict) == (True, 2, False, True)
 
 
-def test_a_prompt_may_name_an_option() -> None:
+def test_prompt_text_may_contain_an_option_name() -> None:
     given = load_config(["--sample.prompt", "what is --plan.improve off", "--plan.improve=off"])
     assert given.sample.prompt == ["what is --plan.improve off"] and given.plan_improve == "off"
 
 
-def test_the_time_of_the_start_names_the_output_folder_once() -> None:
+def test_start_time_names_the_output_folder_once() -> None:
     named = with_output_named(TrainConfig(output="a/{time}"))
     assert "{" not in named.output and named.output.startswith("a/2")
     assert with_output_named(named) == named
 
 
-def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_runs_started_in_one_second_get_separate_folders(tmp_path: Path) -> None:
     config, now, made = TrainConfig(output=f"{tmp_path}/{{time}}"), time.gmtime(0), []
     for _ in range(3):
         made.append(Path(with_output_named(config, now=now).output))
@@ -166,7 +166,7 @@ def test_settings_are_values_of_plain_types() -> None:
     assert all(dataclasses.is_dataclass(getattr(TrainConfig(), group.path[0])) for group in train_options().groups)
 
 
-def test_the_whole_help_lists_all_settings_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_all_lists_every_setting_with_dashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help-all"]) == 0
     shown = capsys.readouterr().out
     assert all(f"{leaf.option} " in shown for leaf in train_options().leaves.values())
@@ -174,7 +174,7 @@ def test_the_whole_help_lists_all_settings_with_dashes(capsys: pytest.CaptureFix
     assert f"\n{(train_options().groups[0].path[0])}:\n" in shown
 
 
-def test_help_shows_ten_settings_with_examples_and_where_the_others_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_ten_settings_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     examples = [f"{option_of(key)} {example}" for key, example in LEADING.items()]
@@ -187,7 +187,7 @@ def test_help_shows_ten_settings_with_examples_and_where_the_others_are(capsys: 
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
-def test_a_long_help_is_short_first(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_help_is_shorter_than_help_all(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command, "--help"]) == 0
     short = capsys.readouterr().out
     assert main([command, "--help-all"]) == 0
@@ -201,7 +201,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
     assert f"usage: tawpipe {command}" in capsys.readouterr().out
 
 
-def test_help_and_version_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_prints_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "train" in capsys.readouterr().out
     assert main(["--version"]) == 0

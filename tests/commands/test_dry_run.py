@@ -50,7 +50,7 @@ def rows(text: str, title: str) -> dict[str, str]:
     return {line[2:].partition("  ")[0]: line[2:].partition("  ")[2].strip() for line in found}
 
 
-def test_documents_that_would_pass_a_pipeline_are_dealt_to_it(folder: Path, capsys) -> None:
+def test_dry_run_deals_packed_micro_batches_and_slices_to_a_pipeline(folder: Path, capsys) -> None:
     """One of them in slices, as no bin holds it."""
     lines = [{"text": "A sentence of a small text. " * times} for times in (30, 1, 1, 2, 1, 3)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -63,7 +63,7 @@ def test_documents_that_would_pass_a_pipeline_are_dealt_to_it(folder: Path, caps
 
 @pytest.mark.usefixtures("few_strategies")
 @pytest.mark.slow
-def test_it_says_what_would_run_on_several_nodes_and_leaves_nothing(folder: Path, capsys) -> None:
+def test_dry_run_on_several_nodes_reports_the_run_and_writes_nothing(folder: Path, capsys) -> None:
     threads = torch.get_num_threads()
     assert main(["train", "--dry-run", *SMALL, "--nodes", "2", "--nproc", "4"]) == 0
     said = capsys.readouterr().out
@@ -75,7 +75,9 @@ def test_it_says_what_would_run_on_several_nodes_and_leaves_nothing(folder: Path
     assert [path.name for path in folder.iterdir()] == ["text.txt"] and torch.get_num_threads() == threads
 
 
-def test_it_says_what_the_run_says(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dry_run_and_run_report_equal_settings_and_memory(
+    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     words = ["train", *SMALL, "--nproc", "1", "--plan", "none", "--steps", "1", "--sample.tokens", "0"]
     words += ["--checkpoint.every", "1", "--export.enabled", "false"]
     monkeypatch.setattr("tawpipe.train.run.brief", lambda rows, _: rows)  # the console of a run leaves some out
@@ -97,7 +99,7 @@ def test_it_says_what_the_run_says(capsys, monkeypatch: pytest.MonkeyPatch, tmp_
     assert "--seed: got 1" in capsys.readouterr().err and sorted(tmp_path.rglob("run/**/*")) == before
 
 
-def test_of_many_documents_it_reads_the_first(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_dry_run_reads_only_the_first_of_many_documents(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     documents = [json.dumps({"text": f"document {n} " * 20}) for n in range(40)]
     Path("many.jsonl").write_text("\n".join(documents))
     monkeypatch.setattr(dry_run, "FEW_BYTES", 0)
@@ -110,7 +112,7 @@ def test_of_many_documents_it_reads_the_first(monkeypatch: pytest.MonkeyPatch, c
     assert "steps: counted when all documents are read (3 epochs)" in said
 
 
-def test_a_missing_file_is_refused(capsys) -> None:
+def test_dry_run_refuses_missing_data(capsys) -> None:
     assert main(["train", "--dry-run", *SMALL, "--data", "missing.txt"]) == 2
     assert "--data" in capsys.readouterr().err
 
@@ -122,7 +124,7 @@ def test_a_missing_file_is_refused(capsys) -> None:
         ({"model_type": "no-such"}, "config.json"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused_before_the_data_is_read(config, words, capsys, monkeypatch) -> None:
+def test_dry_run_refuses_an_untrainable_model_before_reading_data(config, words, capsys, monkeypatch) -> None:
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps(config))
     monkeypatch.setattr(dry_run, "documents_of", lambda *_: pytest.fail("data was read"))
@@ -130,7 +132,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_the_data_is_read(confi
     assert "--model" in (said := capsys.readouterr().err) and words in said
 
 
-def test_a_model_too_large_for_the_memory_is_refused(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_refuses_a_model_too_large_for_memory(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     real = memory.machine_unprobed
 
     def small(world: World) -> Machine:
@@ -156,7 +158,7 @@ def test_a_model_too_large_for_the_memory_is_refused(capsys, monkeypatch: pytest
         (["--plan", "none", "--nproc", "1", "--compile", "--schedule.sequence-chunk", "16"], "compile_layers"),
     ],
 )
-def test_what_a_run_would_be_refused_for_is_refused(words: list[str], setting: str, capsys) -> None:
+def test_dry_run_refuses_settings_that_the_run_refuses(words: list[str], setting: str, capsys) -> None:
     Path("old").mkdir()
     Path("old/metrics.jsonl").touch()
     assert main(["train", "--dry-run", *SMALL, *words]) == 2

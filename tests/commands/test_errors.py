@@ -81,7 +81,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--device cuda --output runs/x", "--device", "cuda", "cpu or auto"),
     ],
 )
-def test_value_that_cannot_work(
+def test_impossible_value_is_refused_with_expected_values(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     words: str,
@@ -118,12 +118,12 @@ def test_value_that_cannot_work(
         ("--warmup-steps", "did you mean --optimizer.warmup-steps?"),
     ],
 )
-def test_unknown_option_names_the_nearest(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
+def test_unknown_option_suggests_the_nearest_option(capsys: pytest.CaptureFixture[str], word: str, meant: str) -> None:
     message = refused(capsys, word, "3")
     assert word.partition("=")[0].replace("_", "-") in message and meant in message
 
 
-def test_what_others_call_a_setting_is_none_of_ours_and_leads_to_one() -> None:
+def test_names_used_by_other_programs_point_to_existing_settings() -> None:
     keys = {leaf.key for leaf in train_options().leaves.values()}
     assert not {name.replace("-", "_") for name in ELSEWHERE} & keys
     for words in ELSEWHERE.values():
@@ -142,13 +142,13 @@ def test_what_others_call_a_setting_is_none_of_ours_and_leads_to_one() -> None:
         ("prove --zzzzzz", "tawpipe prove --help lists all options"),
     ],
 )
-def test_other_commands_name_the_nearest_option_too(capsys: pytest.CaptureFixture[str], words: str, meant: str) -> None:
+def test_other_commands_suggest_the_nearest_option(capsys: pytest.CaptureFixture[str], words: str, meant: str) -> None:
     assert main(words.split()) == 2
     said = capsys.readouterr().err
     assert said.startswith("tawpipe: error: command line: got '--") and meant in said and said.count("\n") == 1
 
 
-def test_stray_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stray_word_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'stray'" in refused(capsys, "--steps", "3", "stray")
 
 
@@ -182,14 +182,16 @@ def test_stray_word(capsys: pytest.CaptureFixture[str]) -> None:
         ("output: 2024-01-01", ["--output", "'2024-01-01'", "a text"]),
     ],
 )
-def test_yaml_that_cannot_work(capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: list[str]) -> None:
+def test_wrong_yaml_is_refused_by_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: list[str]
+) -> None:
     (tmp_path / "bad.yaml").write_text(text + "\n")
     message = refused(capsys, "--config", "bad.yaml")
     assert all(word in message for word in words), message
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_command_line_that_beats_a_file_is_not_the_files_fault(
+def test_error_names_the_command_line_or_the_file_line_that_set_a_value(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "good.yaml").write_text("steps: 3\n")
@@ -198,14 +200,14 @@ def test_a_command_line_that_beats_a_file_is_not_the_files_fault(
     assert "--steps in bad.yaml, line 2: got -5" in refused(capsys, "--config", "good.yaml", "--config", "bad.yaml")
 
 
-def test_config_file_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unreadable_config_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "'missing.yaml'" in refused(capsys, "--config", "missing.yaml")
     (tmp_path / "latin.yaml").write_bytes("model: é\n".encode("latin-1"))
     assert "'latin.yaml'" in refused(capsys, "--config", "latin.yaml")
     assert "--config: got 'nothing'" in refused(capsys, "--steps", "3", "--config")
 
 
-def test_output_that_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "--output: got 'file/run'" in refused(capsys, "--output", "file/run")
     assert "--output: got '/proc/run'" in refused(capsys, "--output", "/proc/run")
@@ -221,7 +223,7 @@ def test_a_run_that_is_refused_leaves_no_folder_behind(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("left", ["config.yaml", "metrics.jsonl", "checkpoints"])
-def test_output_of_another_run_is_not_touched(capsys: pytest.CaptureFixture[str], tmp_path: Path, left: str) -> None:
+def test_output_folder_of_another_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, left: str) -> None:
     (tmp_path / "run" / left).mkdir(parents=True)
     message = refused(capsys, "--output", "run")
     assert left in message and "--resume auto" in message
@@ -229,7 +231,7 @@ def test_output_of_another_run_is_not_touched(capsys: pytest.CaptureFixture[str]
     assert left in refused(capsys, "--output", "run", "--resume", "elsewhere")
 
 
-def test_torchrun_decides_how_many_processes_there_are() -> None:
+def test_process_counts_that_conflict_with_torchrun_are_refused() -> None:
     for words in (["--nodes", "2"], ["--nproc", "4"]):
         with pytest.raises(UserError, match=rf"{words[0]}: got {words[1]}; unset under torchrun.*--virtual-nodes"):
             validate(load_config(words), environ=TORCHRUN)
@@ -241,7 +243,7 @@ def test_torchrun_decides_how_many_processes_there_are() -> None:
         validate(load_config(["--nproc", "2", "--virtual-nodes"]), environ=TORCHRUN)
 
 
-def test_torchrun_needs_the_output_folder_in_full(
+def test_output_with_time_placeholder_is_refused_under_torchrun(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in TORCHRUN.items():
@@ -249,7 +251,7 @@ def test_torchrun_needs_the_output_folder_in_full(
     assert "named in full under torchrun" in refused(capsys)
 
 
-def test_bfloat16_needs_a_device_that_has_it() -> None:
+def test_bfloat16_is_refused_on_a_gpu_without_support() -> None:
     config = TrainConfig(dtype="bfloat16")
     with pytest.raises(UserError, match="--dtype: got 'bfloat16'; float32 on V100"):
         validate(config, gpus=[Gpu("0", "V100", 7.0)])
@@ -257,7 +259,7 @@ def test_bfloat16_needs_a_device_that_has_it() -> None:
     validate(TrainConfig(dtype="bfloat16", device="cpu"))
 
 
-def test_every_kind_of_end_has_its_exit_code(
+def test_every_kind_of_error_has_its_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ends_with(error: BaseException) -> int:
@@ -278,7 +280,7 @@ def test_every_kind_of_end_has_its_exit_code(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "'trian'" in capsys.readouterr().err
 

@@ -40,7 +40,7 @@ def tawpipe(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_plan_has_a_strategy_of_ones_own(tmp_path: Path) -> None:
+def test_plan_includes_an_imported_strategy(tmp_path: Path) -> None:
     """A file, before the command."""
     (tmp_path / "own.py").write_text(OWN)
     asked = ["--model", "tiny", "--vocab-size", "500", "--sequence-length", "64", "--global-batch", "8"]
@@ -50,7 +50,7 @@ def test_a_plan_has_a_strategy_of_ones_own(tmp_path: Path) -> None:
     assert re.search(r"^own +\d", done.stdout, re.MULTILINE)
 
 
-def test_help_lists_a_strategy_of_ones_own(tmp_path: Path) -> None:
+def test_help_lists_an_imported_strategy(tmp_path: Path) -> None:
     """A module in the folder, behind the command."""
     (tmp_path / "own.py").write_text(OWN)
     words = ("train", "--import=own", "--schedule.strategy", "own", "--print-config")
@@ -59,7 +59,7 @@ def test_help_lists_a_strategy_of_ones_own(tmp_path: Path) -> None:
     assert "  strategy: own\n" in done.stdout
 
 
-def test_processes_that_are_started_know_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_know_an_imported_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_of_a_test.py").write_text(OWN)
     monkeypatch.setattr(sys, "path", [*sys.path])
     import_strategies([str(tmp_path / "own_of_a_test.py")])
@@ -77,7 +77,7 @@ def test_processes_that_are_started_know_it_too(tmp_path: Path, monkeypatch: pyt
         ("damaged.py", "1 +", "SyntaxError"),
     ],
 )
-def test_what_cannot_be_imported_is_named(
+def test_failed_import_is_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -94,7 +94,7 @@ def test_what_cannot_be_imported_is_named(
     assert said.startswith(f"tawpipe: error: --import: got '{word}'; a module, or a .py file") and reason in said
 
 
-def test_a_library_user_may_name_a_strategy_in_every_way() -> None:
+def test_library_accepts_a_strategy_as_name_object_or_settings() -> None:
     flat = find("flat")
     assert strategy_of("flat") == (flat, ScheduleSettings(strategy="flat"))
     assert strategy_of(Flat()) == (flat, ScheduleSettings(strategy="flat"))

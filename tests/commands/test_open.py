@@ -66,7 +66,7 @@ def status(site: Site, name: str, **headers: str) -> int:
         return error.value.code
 
 
-def test_a_run_that_goes_on_is_read_anew_at_every_request(folder):
+def test_page_of_a_running_run_is_read_anew_at_every_request(folder):
     with served(find_pages(folder)) as site:
         index = get(site, "")
         assert len(get(site, PLOTLY)) > 2**20
@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_is_read_anew_at_every_request(folder):
         assert "3 of 9" in after and "Damaged" not in after
 
 
-def test_only_this_machine_and_only_its_pages_are_served(folder):
+def test_server_answers_only_this_machine_and_only_its_pages(folder):
     with served(find_pages(folder)) as site:
         assert site.server_address[0] == "127.0.0.1"
         for name in ("other.html", "../run7/config.yaml", "config.yaml", "%2e%2e/x", "/etc/passwd"):
@@ -90,13 +90,13 @@ def test_only_this_machine_and_only_its_pages_are_served(folder):
         assert get(site, "", Host="localhost:1") == get(site, "")
 
 
-def test_lines_that_are_no_rows_are_named_on_the_page(folder):
+def test_metrics_lines_that_are_not_rows_are_listed_on_the_page(folder):
     (folder / "metrics.jsonl").write_text(row(1) + "oops\n" + row(2) + "[3]\n")
     text = find_pages(folder)[0].make()
     assert "2 lines that are no rows of numbers (2, 4)" in text and "2 of 9" in text
 
 
-def test_a_file_without_a_row_is_refused_at_the_request_and_the_rest_is_served(folder):
+def test_run_without_valid_metrics_fails_and_other_pages_are_served(folder):
     (folder / "metrics.jsonl").write_text("oops\n")
     (folder / "old.html").write_text("<!doctype html><p>old</p>")
     with served(find_pages(folder)) as site:
@@ -106,12 +106,12 @@ def test_a_file_without_a_row_is_refused_at_the_request_and_the_rest_is_served(f
         find_pages(folder)[0].make()
 
 
-def test_an_empty_file_of_metrics_is_a_run_without_steps(folder):
+def test_empty_metrics_file_is_shown_as_a_run_without_steps(folder):
     (folder / "metrics.jsonl").write_text("")
     assert "none yet" in find_pages(folder)[0].make()
 
 
-def test_results_of_the_lab_become_a_page(capsys, tmp_path):
+def test_lab_results_are_written_as_pages(capsys, tmp_path):
     assert main(["open", str(RESULTS), "--out", str(tmp_path / "site")]) == 0
     assert {path.name for path in (tmp_path / "site").iterdir()} == {"index.html", "compare.html", PLOTLY}
     for path in (tmp_path / "site").glob("*.html"):
@@ -126,7 +126,7 @@ def test_damaged_results_are_named(tmp_path):
         find_pages(tmp_path)[0].make()
 
 
-def test_a_page_that_was_written_stands_beside_the_one_that_is_made(folder):
+def test_existing_page_is_listed_beside_the_generated_page(folder):
     (folder / "run.html").write_text("written before")
     pages = {page.name: page for page in find_pages(folder)}
     assert set(pages) == {"run.html", "written-run.html"}
@@ -152,7 +152,7 @@ def test_a_path_without_pages_is_refused(tmp_path, capsys, what):
 
 
 @pytest.mark.parametrize("port", ["70000", "-1"])
-def test_a_number_that_is_no_port_is_refused(folder, capsys, port):
+def test_invalid_port_is_refused(folder, capsys, port):
     assert main(["open", str(folder), "--port", port]) == 2
     assert "--port" in capsys.readouterr().err
 
@@ -165,12 +165,12 @@ def test_a_port_in_use_is_named(folder, capsys):
     assert "it is in use" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(folder, capsys):
+def test_unwritable_output_folder_is_named(folder, capsys):
     assert main(["open", str(folder), "--out", str(folder / "config.yaml")]) == 2
     assert "--out" in capsys.readouterr().err
 
 
-def test_a_browser_is_opened_where_one_could_be_shown(folder, monkeypatch):
+def test_browser_opens_only_on_a_display(folder, monkeypatch):
     opened = []
     monkeypatch.setattr(command.webbrowser, "open", opened.append)
     monkeypatch.setattr(Site, "serve_forever", lambda _: None)
@@ -191,7 +191,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_quietly(folder):
+def test_ctrl_c_ends_the_server_without_an_error(folder):
     words = [sys.executable, "-c", INTERRUPTIBLE, "open", str(folder), "--no-browser"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -51,7 +51,7 @@ def options(**more) -> Options[Recipe]:
     return Options(Recipe, prog="bake", description="Bakes.", **more)
 
 
-def test_every_field_is_a_setting_with_its_place_and_its_help() -> None:
+def test_every_field_becomes_a_setting_with_option_and_help() -> None:
     members = list(all_of(tree(Recipe)))
     leaves = {one.key: one for one in members if isinstance(one, Leaf)}
     assert list(leaves) == ["eggs", "vegan", "sizes", "name", "oven.degrees", "oven.mode"]
@@ -72,7 +72,7 @@ def test_every_field_is_a_setting_with_its_place_and_its_help() -> None:
         ("oven.mode", "bottom", "bottom"),
     ],
 )
-def test_values_are_read_and_written_back_as_they_are(key: str, said: object, value: object) -> None:
+def test_setting_values_are_read_and_written_back(key: str, said: object, value: object) -> None:
     leaf = next(one for one in all_of(tree(Recipe)) if isinstance(one, Leaf) and one.key == key)
     assert leaf.read(said) == value
     assert leaf.read(yaml.safe_load(leaf.text(value))) == value
@@ -96,7 +96,7 @@ def test_numbers_out_of_bounds_are_refused(value: float) -> None:
         leaf.check(value)
 
 
-def test_a_table_of_values_is_in_the_help_and_in_what_is_expected() -> None:
+def test_choices_are_listed_in_help_and_in_expected_values() -> None:
     (name, *_) = [
         one for one in all_of(with_choices(tree(Recipe), {"name": {"A": "apples", "B": "berries"}}))
         if isinstance(one, Leaf) and one.key == "name"
@@ -107,7 +107,7 @@ def test_a_table_of_values_is_in_the_help_and_in_what_is_expected() -> None:
 # files
 
 
-def test_the_command_line_beats_the_file_and_a_later_file_an_earlier_one(tmp_path: Path) -> None:
+def test_command_line_overrides_files_and_later_files_override_earlier(tmp_path: Path) -> None:
     one, other = tmp_path / "one.yaml", tmp_path / "other.yaml"
     one.write_text("eggs: 5\noven:\n  degrees: 200\n  mode: bottom\n")
     other.write_text("oven:\n  degrees: 220\n")
@@ -116,7 +116,7 @@ def test_the_command_line_beats_the_file_and_a_later_file_an_earlier_one(tmp_pat
     assert made == Recipe(7, True, [18, 24], None, Oven(220.0, "bottom"))
 
 
-def test_what_is_printed_reads_back_as_the_same_settings(tmp_path: Path, capsys) -> None:
+def test_printed_settings_read_back_equal(tmp_path: Path, capsys) -> None:
     made = Recipe(0, True, [], "a: b # no comment", Oven(12.5, "bottom"))
     file = tmp_path / "all.yaml"
     file.write_text(options().to_yaml(made))
@@ -135,7 +135,7 @@ def test_what_is_printed_reads_back_as_the_same_settings(tmp_path: Path, capsys)
         (["--oven.mode", "side"], "--oven.mode: got 'side'; "),
     ],
 )
-def test_words_that_are_no_setting_are_refused(words: list[str], message: str) -> None:
+def test_wrong_command_line_words_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(UserError) as refused:
         options().parse(words)
     assert str(refused.value).startswith(message)
@@ -156,7 +156,7 @@ def test_words_that_are_no_setting_are_refused(words: list[str], message: str) -
         ("a: !!python/object:os.system x\n", "--config: got '{file}'; plain YAML without tags"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_error_in_a_config_file_names_its_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(text)
     with pytest.raises(UserError) as refused:
@@ -164,7 +164,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path: Path, text: st
     assert str(refused.value).startswith(message.format(file=file))
 
 
-def test_a_refusal_after_reading_names_the_file_unless_the_command_line_said_it(tmp_path: Path) -> None:
+def test_late_refusal_names_the_file_unless_set_on_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "cake.yaml"
     file.write_text("# a cake\noven:\n  degrees: 500\n")
     error = UserError("--oven.degrees", 500.0, "below 300")
@@ -174,7 +174,7 @@ def test_a_refusal_after_reading_names_the_file_unless_the_command_line_said_it(
     assert options().located(UserError("--sugar", 1, "none"), words).setting == "--sugar"
 
 
-def test_places_in_a_file(tmp_path: Path) -> None:
+def test_yaml_key_is_located_by_its_last_line(tmp_path: Path) -> None:
     file = tmp_path / "some.yaml"
     file.write_text("a: 1\nb:\n  c: 2\na: 3\n")
     assert place_in(str(file), ["b", "c"]) == f"{file}, line 3"
@@ -198,7 +198,7 @@ def parser() -> CommandParser:
     return made
 
 
-def test_the_short_help_shows_what_leads_and_the_whole_help_all() -> None:
+def test_short_help_shows_leading_options_and_whole_help_shows_all() -> None:
     short, whole = parser().format_help(), parser().whole_help()
     assert "--eggs 4" in short and "How many" in short and "No more" not in short
     assert "--oven-degrees" not in short and "bake --help-all shows all 4 options." in short
@@ -214,12 +214,12 @@ def test_the_short_help_shows_what_leads_and_the_whole_help_all() -> None:
         (["cookies", "--zzz"], "bake cookies --help lists all options"),
     ],
 )
-def test_a_mistyped_option_is_refused_before_anything_else(words: list[str], hint: str) -> None:
+def test_mistyped_option_is_refused_before_other_errors(words: list[str], hint: str) -> None:
     with pytest.raises(UserError, match="no such option; ") as refused:
         parser().parse_args([*words, "--eggs", "none"])
     assert hint in str(refused.value)
 
 
-def test_sentences_end_with_a_full_stop_that_is_none_of_an_omission() -> None:
+def test_first_sentence_ends_at_a_full_stop_not_at_an_abbreviation() -> None:
     assert first_sentence("One, e.g. two. Three.") == "One, e.g"
     assert first_sentence("a.b c. D") == "a.b c" and first_sentence("") == ""

@@ -19,7 +19,7 @@ from tawpipe.simulate import LinkModel
 WORDS = ["plan", "--serve", "--model", "llama-8b", "--device-name", "H100", "--users", "64", "--context", "4096"]
 
 
-def test_the_command_says_which_way(capsys):
+def test_plan_serve_prints_the_chosen_placement(capsys):
     assert main([*WORDS, "--topology", "2x1@25gbit", "--memory", "75"]) == 0
     _, hop, *_, verdict = capsys.readouterr().out.splitlines()
     assert verdict.startswith("replicas: one copy on each of 2 devices") and hop.endswith("as on CPUs")
@@ -45,12 +45,12 @@ def test_the_command_says_which_way(capsys):
         (["--serve", "--users", "4", "--context", "64", "--weights", "w5"], "--weights"),
     ],
 )
-def test_words_that_do_not_go_together_are_refused(words, setting, capsys):
+def test_conflicting_plan_serve_options_are_refused(words, setting, capsys):
     assert main(["plan", "--model", "llama-8b", "--topology", "2x1@10gbit", "--device-name", "H100", *words]) == 2
     assert setting in capsys.readouterr().err
 
 
-def test_few_bits_need_fewer_machines(capsys):
+def test_quantized_weights_need_fewer_machines(capsys):
     told = {}
     for weights in ("auto", "none", "w4", "int8"):
         words = [*WORDS, "--topology", "2x1@25gbit", "--memory", "12", "--users", "1", "--json", "--weights", weights]
@@ -72,7 +72,7 @@ def measured(*more: str, dtype: torch.dtype = torch.float32) -> ServeRequest:
 
 
 @pytest.mark.parametrize("form", ["w4", "int8"])
-def test_blocks_in_few_bits_are_measured(form, monkeypatch):
+def test_quantized_blocks_are_measured_in_their_form(form, monkeypatch):
     rows, real = set[int](), FewBitsLinear.forward
 
     def forward(self: FewBitsLinear, given: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def test_blocks_are_measured_on_this_machine():
     assert ServePlan(asked).chosen is not None
 
 
-def test_a_context_that_a_model_has_no_positions_for_is_refused(tmp_path, capsys):
+def test_context_longer_than_model_positions_is_refused(tmp_path, capsys):
     GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=64, vocab_size=50).save_pretrained(tmp_path)
     words = [
         "plan",

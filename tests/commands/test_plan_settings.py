@@ -70,7 +70,7 @@ def table(text: str) -> list[list[str]]:
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_a_plan_by_the_settings_of_a_run_is_the_plan_that_its_dry_run_states(monkeypatch, capsys) -> None:
+def test_plan_for_a_config_equals_the_plan_of_its_dry_run(monkeypatch, capsys) -> None:
     """With the same links, and times that do not differ from one moment to the next."""
 
     def measured(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int, optimizer: Any, **_: Any) -> Profile:
@@ -112,7 +112,7 @@ UNEQUAL: dict[str, Any] = {
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_a_run_takes_the_plan_for_devices_of_two_speeds_for_its_own(capsys) -> None:
+def test_run_accepts_a_plan_for_devices_of_two_speeds(capsys) -> None:
     Path("two.yaml").write_text(yaml.safe_dump(UNEQUAL))
     assert main(["plan", "--config", "run.yaml", "--topology", "two.yaml", "--save", "plan.yaml"]) == 0
     capsys.readouterr()
@@ -126,7 +126,7 @@ def test_a_run_takes_the_plan_for_devices_of_two_speeds_for_its_own(capsys) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_strategies")
-def test_a_run_that_follows_a_plan_for_two_speeds_learns_what_it_would_alone() -> None:
+def test_run_with_a_plan_for_two_speeds_learns_as_one_process() -> None:
     """And goes on by the plan of its checkpoint."""
     Path("two.yaml").write_text(yaml.safe_dump(UNEQUAL))
     more = {"dtype": "float64", "micro_batch": 1, "global_batch": 12, "evaluation": {"every": 0}}
@@ -148,7 +148,7 @@ def test_a_run_that_follows_a_plan_for_two_speeds_learns_what_it_would_alone() -
     assert "device_speeds: 1,0.5" in Path("two", "plan.yaml").read_text()
 
 
-def test_words_beat_the_file_and_say_what_they_say_to_a_run() -> None:
+def test_plan_options_override_the_file_and_mean_what_they_mean_to_a_run() -> None:
     words = ["--config", "run.yaml", "--global-batch", "16", "--optimizer", "muon", "--sequence-chunk", "16"]
     ours = read([*words, *TOPOLOGY]).config
     theirs = load_config([
@@ -159,7 +159,7 @@ def test_words_beat_the_file_and_say_what_they_say_to_a_run() -> None:
     assert (ours.global_batch, ours.micro_batch, ours.freeze) == (16, 2, ["*.layers.0"])
 
 
-def test_settings_that_a_run_has_saved_are_settings_of_a_plan(capsys) -> None:
+def test_plan_reads_the_printed_config_of_a_run(capsys) -> None:
     """All of them stand in that file, most as usual."""
     with pytest.raises(SystemExit):
         load_config(["--config", "run.yaml", "--print-config"])
@@ -169,7 +169,7 @@ def test_settings_that_a_run_has_saved_are_settings_of_a_plan(capsys) -> None:
     assert ours.config == theirs.config and len(ours.said) > len(theirs.said)
 
 
-def test_the_longest_row_is_not_as_long_as_the_runs_unless_words_say_so() -> None:
+def test_longest_ignores_row_and_batch_of_the_file_unless_given_as_options() -> None:
     assert read(["--config", "run.yaml", "--longest", *TOPOLOGY]).row is None
     assert read(["--config", "run.yaml", "--longest", "--sequence-length", "96", *TOPOLOGY]).row == 96
     assert read(["--config", "run.yaml", "--longest", *TOPOLOGY]).batch is None, "but one row for every device"
@@ -177,7 +177,7 @@ def test_the_longest_row_is_not_as_long_as_the_runs_unless_words_say_so() -> Non
     assert read(["--config", "run.yaml", *TOPOLOGY]).batch == RUN["global_batch"]
 
 
-def test_rows_whose_answers_are_told_apart_are_computed_by_one_device() -> None:
+def test_plan_keeps_whole_rows_if_retrieval_lengths_are_evaluated() -> None:
     """As the run does; a plan that divides rows would be refused by it."""
     free = {**RUN, "schedule": {}}
     for lengths, ranks in (([], None), ([32], 1)):
@@ -185,7 +185,7 @@ def test_rows_whose_answers_are_told_apart_are_computed_by_one_device() -> None:
         assert schedule_of(read(["--config", "run.yaml", *TOPOLOGY]).config).sequence_ranks == ranks
 
 
-def test_a_preset_has_the_vocabulary_of_the_run() -> None:
+def test_preset_takes_the_vocabulary_size_of_the_config() -> None:
     """Its own where no run is meant."""
     Path("run.yaml").write_text(yaml.safe_dump({**RUN, "model": "tiny", "freeze": []}))
     assert _vocabulary(read(["--config", "run.yaml", *TOPOLOGY])) == load_config(["--config", "run.yaml"]).vocab_size
@@ -193,7 +193,7 @@ def test_a_preset_has_the_vocabulary_of_the_run() -> None:
     assert _vocabulary(read(alone)) is None and _vocabulary(read([*alone, "--vocab-size", "500"])) == 500
 
 
-def test_links_are_measured_before_a_process_takes_a_device(monkeypatch) -> None:
+def test_plan_measures_links_before_a_process_takes_a_device(monkeypatch) -> None:
     """On rank 0 and on the others, which then end: a context that is there too early takes memory, and NCCL's settings
     come too late.
     """
@@ -233,7 +233,9 @@ def test_settings_that_a_plan_cannot_use_are_refused(changes, words, reason, cap
 @pytest.mark.parametrize(
     ("error", "reports"), [(OverflowError("infinity"), True), (KeyError("x"), True), (OSError("no such file"), False)]
 )
-def test_a_fault_of_ours_says_so_and_a_disks_does_not(error: Exception, reports: bool, capsys, monkeypatch) -> None:
+def test_internal_error_is_reported_as_a_fault_of_tawpipe_but_not_oserror(
+    error: Exception, reports: bool, capsys, monkeypatch
+) -> None:
     def fails(_: PlanWords) -> int:
         raise error
 
@@ -244,7 +246,7 @@ def test_a_fault_of_ours_says_so_and_a_disks_does_not(error: Exception, reports:
     assert ("this is a fault of tawpipe" in said.splitlines()[-1]) == reports
 
 
-def test_refusals_come_before_torch(folder: Path) -> None:
+def test_wrong_plan_settings_are_refused_before_torch_is_imported(folder: Path) -> None:
     import subprocess
     import sys
 
@@ -257,7 +259,7 @@ def test_refusals_come_before_torch(folder: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == [2, False], done.stderr
 
 
-def test_a_length_that_documents_would_set_is_asked_for_by_name(capsys) -> None:
+def test_plan_refuses_sequence_length_auto(capsys) -> None:
     assert main(["plan", "--model", "tiny", *TOPOLOGY, "--sequence-length", "auto", "--global-batch", "4"]) == 2
     assert "--sequence-length: got 'auto'; a number: a plan reads no documents" in " ".join(
         capsys.readouterr().err.split()

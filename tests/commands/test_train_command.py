@@ -40,14 +40,14 @@ def as_worker(monkeypatch: pytest.MonkeyPatch, rank: int, *, local: bool) -> Non
         monkeypatch.setenv("TAWPIPE_LOCAL_LAUNCHER", "1")
 
 
-def test_one_process_runs_the_loop_here_with_what_it_was_told(runs: list[tuple[TrainConfig, str]]) -> None:
+def test_single_process_runs_the_training_loop_with_its_settings(runs: list[tuple[TrainConfig, str]]) -> None:
     assert main(["train", "--nproc", "1", "--steps", "3", "--device", "cpu"]) == 0
     [(config, rank)] = runs
     assert rank == "0" and config.steps == 3 and "{time}" not in config.output
     assert "RANK" not in os.environ
 
 
-def test_a_second_run_does_not_take_the_folder_of_the_first(runs: list[tuple[TrainConfig, str]]) -> None:
+def test_second_run_is_refused_in_the_folder_of_the_first(runs: list[tuple[TrainConfig, str]]) -> None:
     words = ["train", "--nproc", "1", "--output", "run", "--device", "cpu"]
     assert main(words) == 0
     Path("run").mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ def test_a_second_run_does_not_take_the_folder_of_the_first(runs: list[tuple[Tra
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("local", [True, False])
-def test_only_rank_0_checks_the_folder_and_only_before_the_run(
+def test_only_rank_0_checks_the_output_folder_before_the_run(
     monkeypatch: pytest.MonkeyPatch, runs: list[tuple[TrainConfig, str]], rank: int, local: bool
 ) -> None:
     as_worker(monkeypatch, rank, local=local)
@@ -71,7 +71,7 @@ def test_only_rank_0_checks_the_folder_and_only_before_the_run(
     assert again == (2 if rank == 0 and not local else 0)
 
 
-def test_workers_are_started_with_the_words_of_the_user_and_one_folder(
+def test_workers_start_with_the_user_arguments_and_one_output_folder(
     monkeypatch: pytest.MonkeyPatch, runs: list[tuple[TrainConfig, str]]
 ) -> None:
     started: list[list[str]] = []

@@ -41,7 +41,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         (plan, ["--modle", "x"], "command line: got '--modle'; no such option; did you mean --model"),
     ],
 )
-def test_what_cannot_be_is_refused(command, words: list[str], message: str, tmp_path: Path, monkeypatch) -> None:
+def test_invalid_command_arguments_are_refused_before_anything_starts(
+    command, words: list[str], message: str, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as refused:
         command.run(words)
@@ -58,7 +60,7 @@ def arguments(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def test_alone_it_acts_here_and_its_result_is_the_exit_code(tmp_path: Path, monkeypatch) -> None:
+def test_single_process_acts_here_and_its_result_is_the_exit_code(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     seen = []
     given = arguments("--device", "cpu", "--nproc", "1")
@@ -66,7 +68,7 @@ def test_alone_it_acts_here_and_its_result_is_the_exit_code(tmp_path: Path, monk
     assert seen == [given] and given.out == "found.json"
 
 
-def test_under_torchrun_it_acts_here_and_refuses_what_torchrun_was_told(tmp_path: Path, monkeypatch) -> None:
+def test_process_under_torchrun_acts_here_and_refuses_process_counts(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     place = {"RANK": 2, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 1}
     for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
@@ -77,7 +79,7 @@ def test_under_torchrun_it_acts_here_and_refuses_what_torchrun_was_told(tmp_path
             on_processes("some", [], arguments(option, "2", "--device", "cpu"), lambda _: 4)
 
 
-def test_several_processes_are_started_with_the_same_words(tmp_path: Path, monkeypatch) -> None:
+def test_several_processes_start_with_the_arguments_of_the_user(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     started = []
     monkeypatch.setattr("tawpipe.commands.processes.launch", lambda *words, **_: started.append(words) or 5)
@@ -90,7 +92,7 @@ def test_several_processes_are_started_with_the_same_words(tmp_path: Path, monke
 # the end of the process
 
 
-def test_a_process_ends_with_its_code_though_nobody_reads_what_it_says(monkeypatch) -> None:
+def test_process_ends_with_its_exit_code_if_stdout_is_closed(monkeypatch) -> None:
     codes, flushed = [], []
 
     def broken() -> None:
