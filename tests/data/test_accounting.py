@@ -93,7 +93,7 @@ def given(tokenizer, tmp_path):
         ({"messages": CHAT, "weight": 0.5}, "weight"),
     ],
 )
-def test_columns_that_change_what_a_row_means_refuse_the_data_set(given, row, column):
+def test_columns_that_change_the_meaning_of_a_row_are_refused(given, row, column):
     with pytest.raises(UserError, match=f"--data.*a.jsonl, line 2, {column} = .*--ignore-columns {column} trains"):
         given({"messages": CHAT}, row)
     if isinstance(row.get("completion"), list):
@@ -115,7 +115,7 @@ def test_columns_that_change_what_a_row_means_refuse_the_data_set(given, row, co
         ({"preferred_output": CHAT, "non_preferred_output": CHAT}, "--columns messages=preferred_output"),
     ],
 )  # fmt: skip
-def test_preferences_alone_are_named_as_such(given, row, way):
+def test_preference_data_is_refused_and_message_names_columns_to_train_on(given, row, way):
     with pytest.raises(UserError, match=way):
         given(row)
     words = way.split()
@@ -123,7 +123,7 @@ def test_preferences_alone_are_named_as_such(given, row, way):
     assert len(given(row, columns=[words[1]], ignore_columns=others)[0]) == 1
 
 
-def test_tables_are_refused_alike(tokenizer, tmp_path, monkeypatch):
+def test_tables_are_refused_for_the_same_columns_as_json(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "rows").mkdir()
     path = tmp_path / "rows" / "a.parquet"
@@ -144,7 +144,7 @@ def test_tables_are_refused_alike(tokenizer, tmp_path, monkeypatch):
         assert len(list(RowReader(Columns(ignored=("label",))).read(part))) == 2
 
 
-def test_pictures_of_a_data_set_are_refused_before_one_is_decoded(tmp_path, monkeypatch):
+def test_image_columns_are_refused_before_an_image_is_decoded(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "rows").mkdir()
     text, picture = datasets.Value("string"), {"bytes": b"no picture", "path": None}
@@ -160,7 +160,7 @@ def test_pictures_of_a_data_set_are_refused_before_one_is_decoded(tmp_path, monk
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_run_on_preferences_does_not_start(tokenizer, tmp_path, streaming):
+def test_run_on_preference_data_is_refused(tokenizer, tmp_path, streaming):
     rows = [{"prompt": "Two?", "completion": "two words", "label": n % 2 == 0} for n in range(4)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings: dict[str, Any] = {"data": [str(tmp_path / "a.jsonl")], "cache_dir": str(tmp_path / "cache")}
@@ -173,7 +173,7 @@ def test_a_run_on_preferences_does_not_start(tokenizer, tmp_path, streaming):
     assert data.report.read.chat == 4
 
 
-def test_a_refusal_of_validation_rows_names_their_setting(tmp_path, tokenizer):
+def test_refused_validation_row_names_the_validation_setting(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CHAT}))
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": CHAT, "label": False}))
     given: dict[str, Any] = {"data": [str(tmp_path / "a.jsonl")], "validation_data": [str(tmp_path / "b.jsonl")]}
@@ -202,7 +202,7 @@ def test_a_table_of_texts_and_chats_is_read_whole(tokenizer, tmp_path):
     assert wholes == ["a"] and counts.troubles[0].names == ["id"]
 
 
-def test_rows_with_many_columns_are_told_in_one_line(given):
+def test_unread_columns_of_many_rows_are_reported_in_one_line(given):
     _, _, counts = given(*[{"messages": CHAT, f"score_{n % 30}": n, "text": "x"} for n in range(60)])
     (trouble,) = counts.troubles
     assert trouble.number == 60 and trouble.line.startswith("60 rows with columns that are not read: score_0, text, sc")
@@ -211,7 +211,7 @@ def test_rows_with_many_columns_are_told_in_one_line(given):
     assert total.troubles[0].number == 61 and len(total.troubles[0].names) == 32 and len(counts.troubles[0].names) == 31
 
 
-def test_variables_of_the_template_reach_it(given, tokenizer):
+def test_chat_template_kwargs_reach_the_template(given, tokenizer):
     wholes, _, counts = given({"messages": CHAT, "chat_template_kwargs": {"mood": "kind", "speed": 3}})
     assert wholes == [tokenizer.apply_chat_template(CHAT, tokenize=False, mood="kind")]
     assert [trouble.names for trouble in counts.troubles] == [["chat_template_kwargs.speed"]]
@@ -254,7 +254,7 @@ SYSTEM, TOOL = {"role": "system", "content": "Be kind."}, {"type": "function", "
          ("function.arguments", "arguments"), ""),
     ],
 )  # fmt: skip
-def test_of_two_sources_that_differ_both_are_named(given, row, names, shown):
+def test_two_differing_sources_of_one_field_are_both_named(given, row, names, shown):
     wholes, _, counts = given(row)
     if names:
         (trouble,) = counts.troubles
@@ -263,7 +263,7 @@ def test_of_two_sources_that_differ_both_are_named(given, row, names, shown):
         assert wholes[0].startswith(shown) and all("thought" in trouble.why for trouble in counts.troubles)
 
 
-def test_tools_beside_an_instruction_that_is_no_chat_are_refused(plain, tmp_path):
+def test_tools_beside_an_instruction_without_a_chat_template_are_refused(plain, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "tools": [TOOL]}))
     for as_chat in ("auto", "off"):  # the tokenizer has no template
         (trouble,) = read(plain, tmp_path / "a.jsonl", as_chat=as_chat)[2].troubles
@@ -271,7 +271,7 @@ def test_tools_beside_an_instruction_that_is_no_chat_are_refused(plain, tmp_path
     assert '{"name": "add"}' in read(plain, tmp_path / "a.jsonl", as_chat="on")[0][0]
 
 
-def test_fields_that_the_template_does_not_read_are_named_once(given, tokenizer):
+def test_message_fields_that_the_template_ignores_are_named_once(given, tokenizer):
     calls = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}, "strict": True}}]
     chat = [ASK | {"name": "Ann", "mood": "dry", "train": 1}, {"role": "assistant", "content": "", "tool_calls": calls}]
     chat += [{"role": "tool", "content": [{"type": "text", "text": "4", "cached": True}], "thoughts": "hm"}, SAID]
@@ -283,7 +283,7 @@ def test_fields_that_the_template_does_not_read_are_named_once(given, tokenizer)
     assert wholes[0].startswith("<user>Two and two?|") and len(wholes) == 2
 
 
-def test_a_field_beside_the_one_that_the_settings_name_is_named(given):
+def test_field_replaced_by_a_columns_setting_is_named_as_unread(given):
     turns = [{"role": "user", "content": "<b>2?</b>", "words": "2?"}, {"role": "gpt", "content": "", "words": "Two."}]
     wholes, learned, counts = given({"messages": turns}, columns=["content=words"])
     assert wholes == ["<user>2?|<assistant>Two.|"] and learned == ["Two.|"]
@@ -298,7 +298,7 @@ def test_a_field_beside_the_one_that_the_settings_name_is_named(given):
         ([{"type": "input_image", "file_id": "a"}, {"type": "input_text", "text": "Two?"}], "input_image", "Two?"),
     ],
 )  # fmt: skip
-def test_pictures_and_sounds_in_a_message_refuse_the_data_set(given, content, ignored, shown):
+def test_images_and_audio_in_messages_are_refused(given, content, ignored, shown):
     row = {"messages": [{"role": "user", "content": content}, SAID]}
     with pytest.raises(UserError, match=f"line 1, message 1: '{ignored}'.*--ignore-columns {ignored} leaves"):
         given(row)
@@ -307,7 +307,7 @@ def test_pictures_and_sounds_in_a_message_refuse_the_data_set(given, content, ig
         given({"messages": [ASK, SAID | {"images": ["a.png"]}]})
 
 
-def test_a_null_in_json_is_kept_and_one_that_fills_a_table_is_not(given, tokenizer, tmp_path):
+def test_null_in_json_is_kept_and_null_that_fills_a_table_is_dropped(given, tokenizer, tmp_path):
     """Arguments and schemas are compared with what Python's own json makes of them."""
     schema = {"name": "add", "parameters": {"properties": {"b": {"default": None}}}}
     calls = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": ADD}]}
@@ -338,11 +338,11 @@ def test_a_null_in_json_is_kept_and_one_that_fills_a_table_is_not(given, tokeniz
          f"I add.{json.dumps(ADD)}|"),
     ],
 )  # fmt: skip
-def test_forms_of_calls_are_one(given, turns, expected):
+def test_all_forms_of_tool_calls_render_alike(given, turns, expected):
     assert given({"messages": [ASK, *turns]})[0] == [f"<user>Two and two?|<assistant>{expected}"]
 
 
-def test_calls_with_other_marks_are_turns_of_their_own(given):
+def test_tool_calls_with_different_loss_marks_are_separate_turns(given):
     calls = [{"role": "tool_call", "content": json.dumps(ADD), "loss": mark} for mark in (False, True)]
     _, learned, _ = given({"messages": [ASK, *calls]})
     assert learned == [json.dumps(ADD) + "|"]
@@ -360,7 +360,7 @@ def test_calls_with_other_marks_are_turns_of_their_own(given):
         ([], "as_chat: 'auto'", "auto"),
     ],
 )
-def test_as_chat_is_read_from_words_and_files(tmp_path, words, file, expected):
+def test_as_chat_is_read_from_command_line_and_file(tmp_path, words, file, expected):
     (tmp_path / "a.yaml").write_text(file)
     config = load_config([*(["--config", str(tmp_path / "a.yaml")] if file else []), *words])
     assert config.as_chat == expected
@@ -368,7 +368,7 @@ def test_as_chat_is_read_from_words_and_files(tmp_path, words, file, expected):
         load_config(["--as-chat", "yes please"])
 
 
-def test_instructions_are_chats_where_the_tokenizer_has_a_template(tokenizer, plain, tmp_path):
+def test_instructions_become_chats_if_the_tokenizer_has_a_chat_template(tokenizer, plain, tmp_path):
     row = {"system": "Be brief.", "instruction": "Add.", "input": "2 2", "output": "4"}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     chat = "<system>Be brief.|<user>Add.\n2 2|<assistant>4|"
@@ -382,7 +382,7 @@ def test_instructions_are_chats_where_the_tokenizer_has_a_template(tokenizer, pl
         assert read(model, tmp_path / "a.jsonl", as_chat=as_chat)[0] == [expected]
 
 
-def test_tokens_in_the_cache_are_those_of_the_settings(tokenizer, tmp_path):
+def test_token_cache_depends_on_chat_and_column_settings(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"system": "Be brief.", "prompt": "Two?", "output": "two words"}))
     wholes = set()
     settings: dict[str, Any]
@@ -399,7 +399,7 @@ def test_tokens_in_the_cache_are_those_of_the_settings(tokenizer, tmp_path):
     assert len(wholes) == 3
 
 
-def test_a_column_is_not_asked_for_and_ignored():
+def test_column_that_is_both_used_and_ignored_is_refused():
     with pytest.raises(UserError, match="--ignore-columns: got 'question'"):
         DataSettings(columns=["prompt=question"], ignore_columns=["question"]).check_data()
 
@@ -426,7 +426,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
         ),
     ],
 )
-def test_parts_of_tool_definitions_that_the_template_hides_are_named(plain, tmp_path, tool, hidden):
+def test_parts_of_tool_definitions_hidden_by_the_template_are_named(plain, tmp_path, tool, hidden):
     rows = [{"messages": CHAT, "tools": [{"name": "weather", **tool}]}]
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
     (whole,), _, counts = read(with_own(plain, SHOWS_NAMES), tmp_path / "a.jsonl")
@@ -434,7 +434,7 @@ def test_parts_of_tool_definitions_that_the_template_hides_are_named(plain, tmp_
     assert [trouble.names for trouble in counts.troubles] == ([[*dict.fromkeys(hidden)]] if hidden else [])
 
 
-def test_a_field_of_one_role_is_named_where_that_of_another_is_shown(plain, tmp_path):
+def test_hidden_field_of_one_role_is_named_although_another_role_shows_it(plain, tmp_path):
     named = SHOWS_NAMES.replace("(m.tool_name or '')", "(m.name if m.role == 'tool' and m.name else '')")
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     result = {"role": "tool", "content": "9", "name": "clock", "tool_calls": call["tool_calls"]}
@@ -445,7 +445,7 @@ def test_a_field_of_one_role_is_named_where_that_of_another_is_shown(plain, tmp_
     assert trouble.names == ["name of user"]
 
 
-def test_a_variable_that_the_template_sets_itself_is_not_read(plain, tmp_path):
+def test_template_kwargs_that_the_template_overwrites_are_named_as_unread(plain, tmp_path):
     own = with_own(plain, "{% set mood = 'kind' %}{{ mood }}{{ messages[0].thinking }}" + SHOWS_NAMES)
     row = {"messages": CHAT, "chat_template_kwargs": {"mood": "dry", "thinking": True}}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
@@ -454,7 +454,7 @@ def test_a_variable_that_the_template_sets_itself_is_not_read(plain, tmp_path):
 
 
 @pytest.mark.parametrize("value", [[None], [""], [None, []]])
-def test_a_list_of_nothing_is_no_picture(given, value):
+def test_list_of_empty_values_is_not_taken_for_images(given, value):
     wholes, _, counts = given({"messages": CHAT, "images": value})
     assert len(wholes) == 1 and [trouble.names for trouble in counts.troubles] == [["images"]]
 
@@ -469,7 +469,7 @@ def test_a_list_of_nothing_is_no_picture(given, value):
         {"conversations": CHAT[:1], "chosen": SAID, "rejected": SAID},
     ],
 )
-def test_no_way_is_offered_that_would_learn_something_else_than_an_answer(given, row):
+def test_refused_comparison_data_suggests_no_columns(given, row):
     with pytest.raises(UserError, match="does not train on preferences") as refused:
         given(row)
     assert "--columns" not in str(refused.value) and "--ignore-columns" not in str(refused.value)

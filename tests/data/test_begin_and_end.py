@@ -46,7 +46,7 @@ def documents(data: PreparedData) -> list[list[int]]:
 @pytest.mark.parametrize("as_chat", ["off", "on"])
 @pytest.mark.parametrize("marks", [(), CHATML])
 @pytest.mark.parametrize("template", [None, BARE, WRITES, LATE, MARKED, "chatml", "plain", "file"])
-def test_every_document_begins_once_where_the_tokenizer_places_a_token(tmp_path, template, marks, as_chat):
+def test_every_document_begins_with_one_begin_token(tmp_path, template, marks, as_chat):
     named = {}
     if template in ("chatml", "plain", "file"):
         (tmp_path / "a.jinja").write_text(BARE)
@@ -66,7 +66,7 @@ def test_every_document_begins_once_where_the_tokenizer_places_a_token(tmp_path,
 
 
 @pytest.mark.parametrize("template", [None, BARE, "chatml"])
-def test_no_document_begins_with_what_the_tokenizer_has_and_does_not_place(tmp_path, template):
+def test_no_document_begins_with_a_token_that_the_tokenizer_does_not_add(tmp_path, template):
     named = {"chat_template": template} if template == "chatml" else {}
     tokenizer = letters(begin="<s>", places=False, template=None if named else template)
     data = prepared(tokenizer, tmp_path, {"text": "Hello."}, INSTRUCTION, CHAT, **named)
@@ -86,9 +86,7 @@ def test_no_document_begins_with_what_the_tokenizer_has_and_does_not_place(tmp_p
         (CHATML, [CHAT, {"text": "a"}], {"chat_template": "plain"}, END),
     ],
 )
-def test_the_rows_of_a_run_end_alike_and_the_exported_tokenizer_ends_so(
-    tmp_path, streaming, marks, rows, settings, end
-):
+def test_all_rows_and_the_exported_tokenizer_use_one_end_token(tmp_path, streaming, marks, rows, settings, end):
     tokenizer = letters(*marks)
     data = prepared(tokenizer, tmp_path, *rows, streaming=streaming, stream_window=len(rows), **settings)
     ids = [data.train.sample(number).input_ids[0].tolist() for number in range(len(rows))]
@@ -119,7 +117,7 @@ def odd(folder: Path, **config) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "CohereTokenizer", "PreTrainedTokenizerFast"])
-def test_the_ids_are_those_of_the_file_whatever_class_the_config_names(tmp_path, name):
+def test_ids_follow_the_tokenizer_file_whatever_class_the_config_names(tmp_path, name):
     core = odd(tmp_path / "odd", tokenizer_class=name)
     wanted = core.encode(TEXT, add_special_tokens=False).ids
     differs = AutoTokenizer.from_pretrained(tmp_path / "odd").encode(TEXT, add_special_tokens=False) != wanted
@@ -132,7 +130,7 @@ def test_the_ids_are_those_of_the_file_whatever_class_the_config_names(tmp_path,
     assert again.encode(TEXT, add_special_tokens=False) == wanted and again.eos_token == "</s>"
 
 
-def test_a_file_without_a_config_begins_texts_as_it_says(tmp_path):
+def test_tokenizer_file_without_a_config_defines_begin_and_end_tokens(tmp_path):
     odd(tmp_path / "odd")
     tokenizer = load_tokenizer(str(tmp_path / "odd" / "tokenizer.json"))
     assert Encoder(tokenizer).begin == [0] and (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")

@@ -26,7 +26,7 @@ def text_of(tokenizer, row: dict, *names: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("nothing", [None, "", []])
-def test_an_empty_column_never_hides_one_that_holds_something(tokenizer, nothing):
+def test_empty_column_never_hides_a_filled_column(tokenizer, nothing):
     for full, *empty in (("instruction", "prompt"), ("prompt", "instruction", "messages", "text")):
         row = dict.fromkeys(empty, nothing) | {full: "a", "output": "b"}
         assert text_of(tokenizer, row) == ("a\n\nb", "b")
@@ -55,7 +55,7 @@ def test_a_prompt_may_be_empty(tokenizer):
         ({"text": "x", "messages": CHAT, "conversations": [*CHAT, *CHAT]}, "messages=messages", SAID),
     ],
 )
-def test_of_two_columns_for_one_use_the_settings_name_the_one_that_is_meant(tokenizer, row, names, expected):
+def test_two_filled_columns_for_one_use_need_the_columns_setting(tokenizer, row, names, expected):
     raw = Columns().row("here", row)
     assert isinstance(raw, RawRow)
     skipped = Renderer(tokenizer).render(raw)[-1]
@@ -65,7 +65,7 @@ def test_of_two_columns_for_one_use_the_settings_name_the_one_that_is_meant(toke
     assert whole.endswith(expected.replace("<|endoftext|>", ""))
 
 
-def test_two_columns_that_say_the_same_are_one(tokenizer):
+def test_two_columns_with_equal_content_count_as_one(tokenizer):
     row = {"prompt": "a", "instruction": "a", "response": "b", "output": "b"}
     assert text_of(tokenizer, row) == ("a\n\nb", "b")
     forms = [{"from": "human", "value": "Two and two?"}, {"from": "gpt", "value": "Four."}]

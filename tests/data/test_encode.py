@@ -13,7 +13,7 @@ from tawpipe.data.encode import Encoder
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
 @pytest.mark.parametrize("breaks", range(7))
 @pytest.mark.parametrize("text", ["c", "", " c", "\tc", "é", "\ue000"])
-def test_no_line_break_of_an_answer_is_lost(name, breaks, text):
+def test_line_breaks_in_answers_survive_tokenization(name, breaks, text):
     """Tokenizers of this form put a space before a text; in its middle none is added and nothing is taken away."""
     tokenizer, *_ = FAMILIES[name]
     answer = "\n" * breaks + text
@@ -28,7 +28,7 @@ def test_no_line_break_of_an_answer_is_lost(name, breaks, text):
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_a_prompt_begins_as_documents_do(name):
+def test_prompt_begins_with_the_tokens_of_a_document(name):
     """With the token that begins a text, if documents have it, and never with two."""
     for tokenizer in (FAMILIES[name][0], TRAINED):
         for text in ("a number", "", "\n\na"):
@@ -44,7 +44,7 @@ def test_a_prompt_begins_as_documents_do(name):
 
 
 @pytest.mark.parametrize("strips", [False, True])
-def test_a_special_token_takes_away_the_space_behind_it_as_in_the_whole_text(strips):
+def test_tokens_around_a_special_token_equal_those_of_the_whole_text(strips):
     tokenizer = letters()
     mark = AddedToken("<|turn|>", rstrip=strips, special=True, normalized=False)
     tokenizer.add_special_tokens({"additional_special_tokens": [mark]})
@@ -56,7 +56,7 @@ def test_a_special_token_takes_away_the_space_behind_it_as_in_the_whole_text(str
     assert learned == ("Hi<|turn|>so" if strips else "\n Hi<|turn|> so")
 
 
-def test_a_text_begins_with_all_tokens_that_the_tokenizer_places():
+def test_text_begins_with_all_tokens_that_the_tokenizer_adds():
     tokenizer = letters("<pre>", begin="<s>")
     special = [(name, tokenizer.get_vocab()[name]) for name in ("<pre>", "<s>")]
     begun = processors.TemplateProcessing(single="<pre> <s> $A", special_tokens=special)

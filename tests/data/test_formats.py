@@ -58,7 +58,7 @@ def packed(path: Path, text: str) -> None:
     "name",
     ["a.jsonl", "a.ndjson", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.csv", "a.tsv", "a.csv.gz", "a.pq"],
 )
-def test_the_same_rows_come_out_of_every_format(tmp_path, name):
+def test_all_file_formats_give_equal_rows(tmp_path, name):
     rows = [{"prompt": f'say {n},\n"now"', "response": f"naïve {n}"} for n in range(3)]
     path, kind = tmp_path / name, name.split(".")[1]
     if kind == "pq":
@@ -78,13 +78,13 @@ def test_the_same_rows_come_out_of_every_format(tmp_path, name):
     assert "say 2" in "".join(sample_texts(find_files([str(path)]), RowReader(), limit=20))
 
 
-def test_text_is_unpacked_too(tmp_path):
+def test_compressed_text_files_are_read(tmp_path):
     for name in ("a.txt", "b.txt.gz", "c.md.zst"):
         packed(tmp_path / name, "naïve")
     assert [row.columns for row in rows_of(tmp_path) if isinstance(row, RawRow)] == [{"text": "naïve"}] * 3
 
 
-def test_of_a_folder_with_rows_other_files_are_left_out_in_one_line(tmp_path):
+def test_other_files_in_a_folder_of_rows_are_skipped_and_reported_once(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / ".git").mkdir()
     for name in ("deep/b.jsonl", "a.jsonl", ".git/c.jsonl"):
@@ -124,13 +124,13 @@ def test_of_a_folder_with_rows_other_files_are_left_out_in_one_line(tmp_path):
         ("a.pq", b"PAR1", "a.pq, after row 0", "not readable as parquet"),
     ],
 )
-def test_what_does_not_fit_is_named_with_its_place(tmp_path, name, content, where, why):
+def test_invalid_rows_and_files_are_named_with_their_place(tmp_path, name, content, where, why):
     (tmp_path / name).write_bytes(content)
     skipped = [row for row in rows_of(tmp_path / name) if isinstance(row, Skipped)]
     assert len(skipped) == 1 and where in skipped[0].where and why in str(skipped[0])
 
 
-def test_a_row_is_of_the_kind_whose_columns_hold_something(tmp_path):
+def test_row_kind_follows_from_the_filled_columns(tmp_path):
     """Tables give every row the columns of all."""
     table = [{"text": "x", "messages": None, "prompt": None, "completion": None}]
     table += [
@@ -142,12 +142,12 @@ def test_a_row_is_of_the_kind_whose_columns_hold_something(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [["body"], ["body=text"], ["text="], ["text=a", "text=b"]])
-def test_columns_are_named_as_pairs(wrong):
+def test_columns_setting_needs_pairs(wrong):
     with pytest.raises(UserError, match=r"--columns: .*NAME=COLUMN"):
         DataSettings(columns=wrong).check_data()
 
 
-def test_weights_stand_behind_names_that_may_have_such_signs_themselves(tmp_path):
+def test_weights_follow_names_that_may_contain_equals_signs(tmp_path):
     (tmp_path / "year=2024").mkdir()
     for name in ("a.txt", "b.txt", "year=2024/c.txt"):
         (tmp_path / name).write_text(name)
@@ -218,7 +218,7 @@ def tokenizer():
     ],
     ids=["messages", "json", "sharegpt"],
 )
-def test_of_a_chat_with_tools_calls_and_answers_are_learned(tokenizer, template, row):
+def test_tool_calls_and_answers_of_a_chat_are_learned(tokenizer, template, row):
     own = with_own(tokenizer, template)
     whole, parts = learned(own, row)
     thought = "<think>\n\n</think>\n\n"
@@ -229,7 +229,7 @@ def test_of_a_chat_with_tools_calls_and_answers_are_learned(tokenizer, template,
     assert whole == own.apply_chat_template(messages, tools=tools, tokenize=False)
 
 
-def test_marks_of_a_template_without_a_generation_prompt_give_the_librarys_own_mask(tokenizer):
+def test_generation_marks_of_a_template_give_the_mask_of_transformers(tokenizer):
     own = with_own(tokenizer, MARKED.partition("{%- if add_generation_prompt")[0].replace("loop.last", "false"))
     chat = [one for one in CALLS if one["role"] != "tool" and one["content"]]
     mask = own.apply_chat_template(chat, return_assistant_tokens_mask=True, return_dict=True)
@@ -251,7 +251,7 @@ def test_the_named_templates_show_tools_and_learn_calls(tokenizer, name):
     assert str(asked).endswith("assistant\n" if name == "chatml" else "<|assistant|>\n")
 
 
-def test_without_a_template_chatml_is_taken_where_its_tokens_are_known(tokenizer):
+def test_chatml_is_the_default_template_if_the_tokenizer_has_its_tokens(tokenizer):
     assert learned(tokenizer, {"messages": CHAT})[0].startswith("<|im_start|>user\nTwo")
 
 
@@ -282,12 +282,12 @@ def test_columns_become_documents(tokenizer, row, names, whole, answer):
     assert part.removeprefix("<|endoftext|>") == answer.replace("$", "<|endoftext|>")
 
 
-def test_instructions_may_be_written_as_chats(tokenizer):
+def test_instructions_may_be_rendered_as_chats(tokenizer):
     whole, parts = learned(tokenizer, {"instruction": "a", "input": "c", "output": "b"}, as_chat=True)
     assert whole.startswith("<|im_start|>user\na\nc<|im_end|>") and parts == ["b<|im_end|>"]
 
 
-def test_a_tokenizer_that_pads_or_cuts_on_the_left_makes_no_difference(tokenizer):
+def test_left_padding_and_truncation_of_a_tokenizer_change_no_tokens(tokenizer):
     other = with_own(tokenizer, None)
     other.padding_side = other.truncation_side = "left"
     other.model_max_length = 4
@@ -315,7 +315,7 @@ def test_a_tokenizer_that_pads_or_cuts_on_the_left_makes_no_difference(tokenizer
         ({"prompt": "x", "completion": 7}, "whose column 'completion' holds no text.*int"),
     ],
 )
-def test_faulty_rows_are_told_apart(tokenizer, row, why):
+def test_malformed_rows_are_skipped_with_their_reason(tokenizer, row, why):
     raw = Columns().row("a.jsonl, line 3", row)
     assert isinstance(raw, RawRow)
     (skipped,) = Renderer(tokenizer).render(raw)
@@ -323,7 +323,7 @@ def test_faulty_rows_are_told_apart(tokenizer, row, why):
     assert re.search(why, str(skipped))
 
 
-def test_tools_that_a_template_would_leave_out_are_not_lost_in_silence(tokenizer):
+def test_tools_and_turns_that_a_template_leaves_out_are_reported(tokenizer):
     simple = with_own(
         tokenizer,
         "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}",
@@ -337,7 +337,7 @@ def test_tools_that_a_template_would_leave_out_are_not_lost_in_silence(tokenizer
         assert isinstance(skipped, Skipped) and why in skipped.why
 
 
-def test_a_chat_template_that_cannot_be_used_is_refused(tokenizer, tmp_path):
+def test_unusable_chat_template_is_refused(tokenizer, tmp_path):
     (tmp_path / "broken.jinja").write_text("{% for %}")
     for name in ("nowhere.jinja", str(tmp_path / "broken.jinja")):
         with pytest.raises(UserError, match="--chat-template"):
@@ -351,13 +351,13 @@ EXAMPLES = re.findall(r"^\| [^|]+ \| `(\{.*?\})` \| (.*) \|$", PAGE.read_text(en
 
 
 @pytest.mark.parametrize(("row", "answers"), EXAMPLES)
-def test_of_the_pages_examples_that_is_learned_which_it_says(tokenizer, row, answers):
+def test_examples_of_the_data_page_learn_the_answers_listed_beside_them(tokenizer, row, answers):
     _, parts = learned(tokenizer, json.loads(row))
     found = [re.sub("<.(endoftext|im_end).>", "", part).rstrip("\n").replace("\n", " ") for part in parts]
     assert found == re.findall("`(.*?)`", answers) and len(EXAMPLES) > 8
 
 
-def test_the_pages_commands_find_their_data(tokenizer, tmp_path, monkeypatch):
+def test_commands_of_the_data_page_find_their_data(tokenizer, tmp_path, monkeypatch):
     """The data of each, on small files and a folder in the place of the Hub's data set."""
     monkeypatch.chdir(tmp_path)
     texts = [f"{n} is a number of the house" for n in range(40)]
@@ -391,7 +391,7 @@ def test_the_pages_commands_find_their_data(tokenizer, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
-def test_a_prompt_and_a_completion_may_be_messages_in_a_text(tokenizer, tmp_path, name):
+def test_prompt_and_completion_may_be_messages_in_json_text(tokenizer, tmp_path, name):
     row = {"prompt": json.dumps(CHAT[:1]), "completion": json.dumps([CHAT[1]])}
     written = pandas.DataFrame([row]).to_csv(index=False) if name == "a.csv" else json.dumps(row)
     (tmp_path / name).write_text(written)
@@ -403,7 +403,7 @@ def test_a_prompt_and_a_completion_may_be_messages_in_a_text(tokenizer, tmp_path
     assert learned(tokenizer, code)[1] == ['[{"a": 1}]<|endoftext|>']
 
 
-def test_a_file_that_is_cut_off_or_padded_gives_the_rows_that_gzip_reads(tmp_path):
+def test_truncated_or_padded_gzip_file_gives_the_rows_that_gzip_reads(tmp_path):
     lines = "".join(json.dumps({"text": f"{number} {random.Random(number).random()}"}) + "\n" for number in range(999))
     whole = gzip.compress(lines.encode(), mtime=0)
     for name, content in (("cut", whole[:-4000]), ("padded", whole + bytes(64))):

@@ -93,7 +93,7 @@ def identity(row: dict | RawRow) -> int:
         ],
     ],
 )
-def test_rows_that_differ_in_what_is_not_read_have_one_identity(rows):
+def test_rows_that_differ_in_unread_columns_have_one_identity(rows):
     assert len({identity(row) for row in rows}) == 1
 
 
@@ -106,11 +106,11 @@ def test_rows_that_differ_in_what_is_not_read_have_one_identity(rows):
         ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "input": "c"}),
     ],
 )
-def test_rows_that_differ_in_what_is_read_have_two(row, other):
+def test_rows_that_differ_in_read_columns_have_two_identities(row, other):
     assert identity(row) != identity(other)
 
 
-def test_a_copy_in_a_table_has_the_identity_of_the_line(tmp_path):
+def test_table_row_and_json_line_of_equal_content_have_one_identity(tmp_path):
     rows = [chat(1), {**chat(2), "tools": [{"name": "now"}]}]
     pandas.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
     paths = [str(write(tmp_path / "a.jsonl", rows)), str(tmp_path / "a.parquet")]
@@ -118,7 +118,7 @@ def test_a_copy_in_a_table_has_the_identity_of_the_line(tmp_path):
     assert len(known[0]) == 2 and known[0] == known[1]
 
 
-def test_a_text_keeps_the_identity_that_earlier_versions_gave_it(tokenizer):
+def test_text_keeps_the_identity_of_earlier_versions(tokenizer):
     digest = hashlib.blake2b(b"\x01" + "naïve".encode(), digest_size=8).digest()
     (document,) = Renderer(tokenizer).render(RawRow("here", "text", {"text": "naïve"}))
     assert isinstance(document, Document)
@@ -129,7 +129,7 @@ def test_a_text_keeps_the_identity_that_earlier_versions_gave_it(tokenizer):
     ("streaming", "documents", "rows"),
     [(False, "53e12a4562e6eb51", "3595c98acf59f71a"), (True, "21ac61a43c62e1a8", "781616da6aa70e27")],
 )
-def test_a_run_on_texts_knows_the_data_of_an_earlier_version(tmp_path, streaming, documents, rows):
+def test_data_fingerprint_of_texts_equals_that_of_an_earlier_version(tmp_path, streaming, documents, rows):
     """The fingerprint is what commit 1eeab342 wrote into its checkpoints."""
     path = write(tmp_path / "rows.jsonl", [{"text": f"Text number {n}, as it was."} for n in range(60)])
     settings = DataSettings(
@@ -147,9 +147,7 @@ def test_a_run_on_texts_knows_the_data_of_an_earlier_version(tmp_path, streaming
 
 @pytest.mark.parametrize("template", [DATED, DEFAULTS])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_another_day_or_template_moves_nothing_between_training_and_validation(
-    tokenizer, tmp_path, template, streaming
-):
+def test_date_or_template_moves_no_row_between_training_and_validation(tokenizer, tmp_path, template, streaming):
     path = write(tmp_path / "rows.jsonl", [chat(number) for number in range(60)])
     dated, other = with_own(tokenizer, template), with_own(tokenizer, DATED.replace("<", "["))
     first, second = (prepared(dated, path, date=date, streaming=streaming) for date in ("2024-02-29", "2025-11-01"))
@@ -163,7 +161,7 @@ def test_another_day_or_template_moves_nothing_between_training_and_validation(
     assert "2024" in shown and str(datetime.datetime.now().year) not in shown
 
 
-def test_the_day_is_part_of_the_caches_key_only_where_a_template_prints_it(tokenizer, tmp_path):
+def test_date_is_part_of_the_cache_key_only_if_a_template_prints_it(tokenizer, tmp_path):
     path = write(tmp_path / "rows.jsonl", [chat(number) for number in range(9)])
     for template, again in ((None, True), (DATED, False)):
         own = with_own(tokenizer, template)
@@ -173,7 +171,7 @@ def test_the_day_is_part_of_the_caches_key_only_where_a_template_prints_it(token
 
 
 @pytest.mark.parametrize("size", [40, BLOCKS * BLOCK_BYTES + 3, 40 * BLOCKS * BLOCK_BYTES])
-def test_an_edited_file_of_the_same_size_and_time_is_seen(tmp_path, size, monkeypatch):
+def test_edited_file_with_unchanged_size_and_time_is_detected(tmp_path, size, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_bytes(b"a" * size)
     before, stat = stamps(find_files([str(path)])), path.stat()
@@ -187,7 +185,7 @@ def test_an_edited_file_of_the_same_size_and_time_is_seen(tmp_path, size, monkey
         before = now
 
 
-def test_a_moved_file_is_tokenised_again_and_is_the_same_data(tokenizer, tmp_path):
+def test_moved_file_is_tokenized_again_with_an_equal_fingerprint(tokenizer, tmp_path):
     path = write(tmp_path / "rows.jsonl", [chat(number) for number in range(9)])
     first = prepared(tokenizer, path)
     moved = prepared(tokenizer, path.rename(tmp_path / "moved.jsonl"))
@@ -207,7 +205,7 @@ def test_documents_of_one_row_share_its_identity(tokenizer):
     assert first.identity == second.identity == identity(raw) and first.content != second.content
 
 
-def test_a_null_in_a_call_that_a_table_lacks_changes_no_identity(tmp_path):
+def test_null_argument_of_a_tool_call_does_not_change_the_identity(tmp_path):
     """A table of Arrow gives every row the fields of all, as null."""
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1, "unit": None}}}
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -76,42 +76,42 @@ def said(template: str | dict[str, str], *messages: dict, **settings: Any) -> st
         (DROPS, {"content": "4", "reasoning": "Sum."}, "Sum.\n</think>\n\n4<|end|>"),
     ],
 )
-def test_a_thought_is_learned_once_behind_a_prompt_that_begins_it(template, answer, expected):
+def test_thought_is_learned_once_behind_a_prompt_that_begins_it(template, answer, expected):
     (document,) = rendered(template, ASK, {"role": "assistant", **answer})
     assert [piece.text for piece in document.pieces] == ["<u>q<|end|><a><think>\n", expected]
 
 
-def test_an_answer_without_the_thought_that_is_asked_for_is_left_out_by_name():
+def test_answer_without_the_thought_begun_by_the_prompt_is_left_out():
     assert "lacks a thought, although the prompt begins one (<think>)" in said(DROPS, ASK, SAID)
     assert learned(DROPS, ASK, SAID, answers="shown") == ["nine<|end|>"]
     words = {"role": "assistant", "content": "write `</think>` last", "reasoning_content": "Hm."}
     assert "leaves out or changes" in said(DROPS, ASK, words)
 
 
-def test_of_two_answers_in_a_row_nothing_is_learned_twice():
+def test_two_answers_in_a_row_are_learned_at_most_once_each():
     assert learned(CHATML, ASK, SAID, {**SAID, "content": "ten"}) == ["nine<|end|>", "ten<|end|>"]
     outcome = said(MERGES, ASK, SAID, {**SAID, "content": "ten"})
     assert "behind no prompt" in outcome and "message 3" in outcome
 
 
-def test_a_turn_ends_with_the_marker_of_who_speaks_next():
+def test_turn_ends_with_the_marker_of_the_next_speaker():
     chat = [ASK, SAID, ASK, CALL, {"role": "tool", "content": "wet"}, {**SAID, "content": "ten"}]
     expected = ["nine<|user|>", '{"name": "look", "arguments": {"a": "fen"}}<|tool|>', "ten<|user|>"]
     assert learned(MARKERS, *chat) == learned(MARKERS, *chat, answers="shown") == expected
 
 
-def test_without_special_tokens_a_turn_ends_with_the_end_of_text():
+def test_turn_ends_with_the_end_of_text_if_the_template_has_no_end_token():
     plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     plain += "{% if add_generation_prompt %}assistant: {% endif %}"
     assert learned(plain, ASK, SAID, ASK, {**SAID, "content": "ten"}) == ["nine\n<|stop|>", "ten\n<|stop|>"]
 
 
-def test_marks_of_a_template_without_a_generation_prompt():
+def test_generation_marks_select_learned_text_without_a_generation_prompt():
     both = {**SAID, "reasoning_content": "hm"}
     assert learned(MARKED, ASK, SAID, ASK, both) == [":nine", "hm:nine"]
 
 
-def test_what_is_shown_nowhere_is_refused_or_said():
+def test_turns_that_the_template_does_not_show_are_reported():
     sees_users = (
         "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ '<' + m.role[:1] + '>' + m.content }}"
         "{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -125,14 +125,14 @@ def test_what_is_shown_nowhere_is_refused_or_said():
     assert not said(CHATML, ASK, SAID, {**SAID, "weight": 0})
 
 
-def test_a_field_counts_as_read_where_the_template_shows_it():
+def test_field_counts_as_read_only_if_the_template_shows_it():
     named = CHATML.replace("(m.content or '')", "(m.name or '') + m.content")
     assert not said(named, {**ASK, "name": "Ann"}, SAID)
     prose = CHATML + "{# the name of the user #}"
     assert "neither learned nor shown" in said(prose, {**ASK, "name": "Ann"}, SAID)
 
 
-def test_a_special_token_within_an_answer_is_said():
+def test_special_token_within_an_answer_is_reported():
     assert "with a special token in the text" in said(CHATML, ASK, {**SAID, "content": "one<|end|>two"})
     assert not said(CHATML, ASK, {**SAID, "content": "one<end>two"})
 
@@ -147,11 +147,11 @@ def test_a_special_token_within_an_answer_is_said():
         ({"content": None, "thinking": "hm"}, ("hm", "")),
     ],
 )
-def test_a_thought_is_told_from_words(message, expected):
+def test_thought_is_separated_from_the_answer(message, expected):
     assert thought_and_words(message) == expected
 
 
-def test_a_call_is_shown_where_its_name_keys_texts_and_numbers_are():
+def test_lacking_finds_missing_parts_of_a_rendered_tool_call():
     call = {"function": {"name": "f", "arguments": '{"a": ["x\\ny", 7], "b": {"c": "\u00e9"}}'}}
     whole = json.dumps({"name": "f", "arguments": {"a": ["x\ny", 7], "b": {"c": "\u00e9"}}})
     assert not lacking(call, whole)
@@ -159,19 +159,19 @@ def test_a_call_is_shown_where_its_name_keys_texts_and_numbers_are():
         assert lacking(call, whole.replace(part, "_"))
 
 
-def test_templates_that_fail_are_told():
+def test_failing_templates_are_reported():
     assert "division" in said("{{ 1 / 0 }}" + CHATML, ASK, SAID)
     assert "refuses" in said({"tool_use": CHATML}, ASK, SAID)
 
 
-def test_only_the_last_answer_of_a_row():
+def test_answers_last_learns_only_the_last_answer():
     ten = {**SAID, "content": "ten"}
     assert learned(CHATML, ASK, SAID, ASK, ten, answers="last") == ["ten<|end|>"]
     assert learned(CHATML, ASK, SAID, ASK, {**ten, "weight": 0}, answers="last") == ["nine<|end|>"]
 
 
 @pytest.mark.parametrize("text", ["it's", 'it\'s "so"', "a\\b's"])
-def test_a_call_that_the_template_writes_as_python_is_learned(text):
+def test_tool_call_that_the_template_writes_as_python_is_learned(text):
     escaped = r"""replace("\\", "\\\\") | replace("'", "\\'")"""
     python = CHATML.replace("c.function | tojson", f"""'look(a=\\'' + c.function.arguments.a | {escaped} + '\\')'""")
     call = {**CALL, "tool_calls": [{"function": {"name": "look", "arguments": {"a": text}}}]}
@@ -179,7 +179,7 @@ def test_a_call_that_the_template_writes_as_python_is_learned(text):
     assert learned(python, ASK, call) == [f"look(a='{written}')<|end|>"]
 
 
-def test_shown_ends_an_answer_before_the_next_turn_where_markers_are_no_special_tokens():
+def test_answers_shown_ends_at_the_next_turn_if_markers_are_plain_text():
     plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     plain += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     chat = [ASK, SAID, {**ASK, "content": "and?"}, {**SAID, "content": "ten"}]

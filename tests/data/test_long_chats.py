@@ -54,7 +54,7 @@ def read(tmp_path, template: str, *chats: list[dict[str, Any]], length: int = 16
 
 
 @pytest.mark.parametrize("packing", ["none", "balanced", "fit", "streamed"])
-def test_long_chats_are_cut_where_a_user_begins_behind_the_systems_turn(tmp_path, packing):
+def test_long_chats_are_cut_before_user_turns_and_keep_the_system_turn(tmp_path, packing):
     settings = {"packing": "none", "streaming": True} if packing == "streamed" else {"packing": packing}
     pairs, report = read(tmp_path, KEEPS, [SYSTEM, *turns(40, 40, 40)], **settings)
     wholes = [whole.rstrip("\n") for whole, _ in pairs]
@@ -69,7 +69,7 @@ def test_long_chats_are_cut_where_a_user_begins_behind_the_systems_turn(tmp_path
     assert report.train.torn == report.train.truncated == 0
 
 
-def test_a_question_that_is_too_long_alone_is_left_out_and_the_others_stay(tmp_path):
+def test_question_that_is_too_long_alone_is_left_out_and_others_are_kept(tmp_path):
     pairs, report = read(tmp_path, KEEPS, [SYSTEM, *turns(10, 400, 10)])
     learned = "".join(some for _, some in pairs)
     assert "say 0" in learned and "say 2" in learned and "say 1" not in learned
@@ -79,7 +79,7 @@ def test_a_question_that_is_too_long_alone_is_left_out_and_the_others_stay(tmp_p
     )
 
 
-def test_drop_leaves_long_chats_out_and_anywhere_cuts_tokens(tmp_path):
+def test_long_chats_drop_leaves_out_chats_and_anywhere_cuts_tokens(tmp_path):
     chats = turns(40, 40, 40), turns(5)
     dropped, report = read(tmp_path, KEEPS, *chats, long_chats="drop")
     assert [some for _, some in dropped] == ["say 0 xxxxx<|end|>"]
@@ -89,7 +89,7 @@ def test_drop_leaves_long_chats_out_and_anywhere_cuts_tokens(tmp_path):
     assert any("1 part of documents lacks the beginning" in line for line in report.lines())
 
 
-def test_a_data_set_of_long_questions_is_refused_with_the_ways_out(tmp_path):
+def test_data_set_of_only_long_questions_is_refused_with_ways_out(tmp_path):
     with pytest.raises(
         UserError, match=r"2 rows left out, too long: .* exceed 160 tokens .--sequence-length. .--long-chats anywhere"
     ):
@@ -102,7 +102,7 @@ def test_a_data_set_of_long_questions_is_refused_with_the_ways_out(tmp_path):
         )
 
 
-def test_an_answer_of_a_chat_is_learned_once_however_it_is_cut(tmp_path):
+def test_answer_of_a_chat_is_learned_once_however_the_chat_is_cut(tmp_path):
     """Under a template that forgets, each question has a document; those that are too long lose their oldest turns."""
     chat = [SYSTEM, *turns(*[20] * 6)]
     for length in (110, 160, 300, 1000):
@@ -113,7 +113,7 @@ def test_an_answer_of_a_chat_is_learned_once_however_it_is_cut(tmp_path):
         assert all(whole.startswith("<system>Be brief.") for whole, _ in pairs)
 
 
-def test_answers_says_which_answers_are_learned(tmp_path):
+def test_answers_setting_selects_the_learned_answers(tmp_path):
     chat = [SYSTEM, *turns(3, 3, 3)]
     each, _ = read(tmp_path, FORGETS, chat, length=1000)
     assert len(each) == 3
@@ -128,7 +128,7 @@ def test_answers_says_which_answers_are_learned(tmp_path):
     )
 
 
-def test_answers_of_weight_0_stay_in_the_history_and_are_not_learned(tmp_path):
+def test_answers_of_weight_0_stay_in_the_history_but_are_not_learned(tmp_path):
     chat = turns(3, 3, 3)
     chat[3]["train"] = False
     pairs, _ = read(tmp_path, KEEPS, chat, length=1000)
@@ -149,7 +149,7 @@ def test_the_last_answer_keeps_as_much_history_as_fits(tmp_path, answers):
 
 
 @pytest.mark.parametrize("packing", ["fit", "balanced", "none"])
-def test_an_instruction_that_fits_has_its_end_too(tmp_path, packing):
+def test_instruction_that_just_fits_keeps_its_end_token(tmp_path, packing):
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "a" * 20, "completion": "b" * 20}))
     tokenizer = byte_level(KEEPS, ["<|end|>"], eos_token="<|end|>")
     end = tokenizer.eos_token_id

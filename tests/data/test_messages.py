@@ -22,11 +22,11 @@ CALL = {"name": "add", "arguments": {"a": 2, "b": 2}}
         ([{"role": "user", "content": [{"text": "2+"}, {"text": "2?"}]}, {**PLAIN[1], "weight": None}], {}),
     ],
 )
-def test_all_forms_of_a_chat_are_one(value: object, names: dict[str, str]) -> None:
+def test_all_forms_of_a_chat_are_read_alike(value: object, names: dict[str, str]) -> None:
     assert read_messages(value, names) == PLAIN
 
 
-def test_other_names_of_roles_stand_for_known_ones_and_no_other_field_is_lost() -> None:
+def test_role_aliases_map_to_known_roles_and_other_fields_are_kept() -> None:
     assert set(ROLES.values()) <= set(KNOWN_ROLES)
     (message,) = read_messages(
         [{"role": "critic", "content": "no", "weight": 0, "name": "x", "tool_call_id": None}], {}
@@ -55,7 +55,7 @@ NULL = {**CALL["arguments"], "c": None}
         ({"role": "assistant", "content": [{"type": "tool_call", "value": json.dumps(CALL)}]}, "", ARGUMENTS),
     ],
 )  # fmt: skip
-def test_calls_of_tools_are_names_with_arguments_as_they_were_given(message: dict, content: str, arguments) -> None:
+def test_tool_calls_keep_their_arguments_as_given(message: dict, content: str, arguments) -> None:
     assert read_messages([message], {}) == [
         {
             "role": "assistant",
@@ -89,13 +89,13 @@ def test_calls_of_tools_are_names_with_arguments_as_they_were_given(message: dic
         ([{"role": "assistant", "tool_calls": [{"arguments": {}}]}], "that has no name and arguments", "message 1"),
     ],
 )
-def test_what_is_no_message_is_named(value: object, why: str, detail: str) -> None:
+def test_malformed_messages_are_named(value: object, why: str, detail: str) -> None:
     with pytest.raises(Malformed) as found:
         read_messages(value, {})
     assert why in found.value.why and detail in found.value.detail
 
 
-def test_tools_are_schemas_in_one_form() -> None:
+def test_tools_are_read_into_one_schema_form() -> None:
     bare = {"name": "add", "parameters": {"type": "object"}}
     known = {"type": "function", "function": bare}
     assert read_tools([known]) == read_tools(json.dumps([known])) == [known]
@@ -123,12 +123,12 @@ IN_TAGS = f"I add.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
         ({"content": IN_TAGS}, {"content": IN_TAGS}),
     ],
 )
-def test_a_thought_in_a_field_and_in_tags_is_one(message: dict, expected: dict) -> None:
+def test_thought_in_a_field_and_in_tags_is_read_once(message: dict, expected: dict) -> None:
     (found,) = read_messages([{"role": "assistant", **message}], {})
     assert found == {"role": "assistant", **expected}
 
 
-def test_a_call_in_a_field_and_in_tags_is_one() -> None:
+def test_tool_call_in_a_field_and_in_tags_is_read_once() -> None:
     (found,) = read_messages([{"role": "assistant", "content": IN_TAGS, "tool_calls": [CALL]}], {})
     assert found["content"] == "I add." and [call["function"]["name"] for call in found["tool_calls"]] == ["add"]
 
@@ -145,13 +145,13 @@ def test_a_call_in_a_field_and_in_tags_is_one() -> None:
         ),
     ],
 )
-def test_two_values_or_a_broken_one_refuse_a_turn(message: dict, why: str) -> None:
+def test_contradicting_or_broken_values_make_a_turn_malformed(message: dict, why: str) -> None:
     with pytest.raises(Malformed) as found:
         read_messages([{"role": "assistant", **message}], {})
     assert why in found.value.why and "message 1" in found.value.detail
 
 
-def test_a_key_that_stands_twice_in_messages_as_text_is_named() -> None:
+def test_duplicate_json_key_in_messages_is_named() -> None:
     twice = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "content": "c"}]'
     with pytest.raises(Malformed, match=r"ambiguous.*'content' stands twice"):
         read_messages(twice, {})

@@ -52,7 +52,7 @@ class Counted(PackedDataset):
 
 @settings(max_examples=30)
 @given(st.lists(st.floats(0.01, 1), min_size=1, max_size=5), st.integers(0, 9), st.integers(0, 3 << 6))
-def test_any_run_of_samples_has_the_shares_and_every_set_goes_on_where_it_was(weights, seed, first):
+def test_any_span_of_samples_has_the_shares_of_the_mixture(weights, seed, first):
     shares = np.array(weights) / sum(weights)
     mixture = Mixture([Counted(7) for _ in weights], shares, seed=seed)
     before = mixture.counts(first)
@@ -65,7 +65,7 @@ def test_any_run_of_samples_has_the_shares_and_every_set_goes_on_where_it_was(we
     assert np.abs((np.array(seen) - before) - 500 * shares).max() < 5
 
 
-def test_samples_far_away_are_those_that_come_one_after_another(monkeypatch):
+def test_sample_of_a_mixture_is_independent_of_the_reading_order(monkeypatch):
     monkeypatch.setattr(tawpipe.data.mixture, "BLOCK", 16)
     build = lambda: Mixture([Counted(7), Counted(9)], np.array([0.3, 0.7]), seed=1)  # noqa: E731
     expected = [build().place(number) for number in range(100)]
@@ -75,7 +75,7 @@ def test_samples_far_away_are_those_that_come_one_after_another(monkeypatch):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("packing", ["split", "fit", "balanced", "none"])
-def test_weights_are_shares_of_the_tokens_and_a_mixture_goes_on_in_the_middle(tmp_path, packing, streaming):
+def test_weights_are_token_shares_and_a_mixture_resumes_in_the_middle(tmp_path, packing, streaming):
     """Long documents in one set and short ones in the other; the second runs out and begins again."""
     long, short = rows(tmp_path / "a.jsonl", "one", range(40, 60)), rows(tmp_path / "b.jsonl", "rank", range(2, 18))
     same = {"packing": packing, "streaming": streaming, "stream_window": 7}
@@ -107,7 +107,7 @@ def test_weights_are_shares_of_the_tokens_and_a_mixture_goes_on_in_the_middle(tm
     assert other.fingerprint.split()[:2] == data.fingerprint.split()[:2] and other.fingerprint != data.fingerprint
 
 
-def test_validation_of_a_mixture_has_its_shares(tmp_path):
+def test_validation_of_a_mixture_has_its_token_shares(tmp_path):
     long, short = rows(tmp_path / "a.jsonl", "one", range(40, 140)), rows(tmp_path / "b.jsonl", "rank", range(2, 40))
     data = prepared(tmp_path, f"{long}=1", f"{short}=1", validation_fraction=0.2, packing="fit", sequence_length=256)
     assert data.validation is not None
@@ -126,7 +126,7 @@ SHARED = ["ab a", "a b", "ab bc", "abc a", "abc bcd cde", "ab bc ca", "abcdefgh 
 
 @pytest.mark.parametrize("together", SHARED)
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
-def test_a_document_of_several_sets_is_on_one_side(tmp_path, together, fraction):
+def test_document_in_several_sets_is_in_training_or_validation_never_both(tmp_path, together, fraction):
     files = []
     for number, letters in enumerate(together.split()):
         files.append(tmp_path / f"{number}.jsonl")
@@ -146,7 +146,7 @@ def test_a_document_of_several_sets_is_on_one_side(tmp_path, together, fraction)
         assert out
 
 
-def test_a_weight_of_which_nothing_would_be_seen_is_refused(tmp_path):
+def test_weight_too_small_to_show_any_sample_is_refused(tmp_path):
     one, other = (rows(tmp_path / name, "one", range(20)) for name in ("a.jsonl", "b.jsonl"))
     for weights in (("1", "1e-17"), ("1e308", "1e308")):
         with pytest.raises(UserError, match=r"--data: got '.*\.jsonl=1e.*a weight"):
@@ -155,11 +155,11 @@ def test_a_weight_of_which_nothing_would_be_seen_is_refused(tmp_path):
     assert [rare.train.sample(n).tokens > 0 for n in (0, 1 << 20)] == [True, True]
 
 
-def test_documents_in_shares_take_from_a_small_set_again():
+def test_in_shares_repeats_a_small_set_only_as_its_share_needs():
     assert in_shares([np.array([10, 10, 10]), np.array([2])], [1, 1]).tolist() == [0, *[3] * 8]
 
 
-def test_a_validation_set_that_is_too_small_is_said_with_what_is_enough(tmp_path):
+def test_too_small_validation_set_is_reported_with_a_sufficient_fraction(tmp_path):
     assert not too_small(SetSize(100, 10_000, 9, 10_000), 0.02)
     assert "--validation-fraction 0.2 or --validation-data" in too_small(SetSize(10, 90_000, 9, 90_000), 0.02)
     assert "recommended (--validation-data)" in too_small(SetSize(5, 900, 9, 900), 0.02)
@@ -191,7 +191,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_data_set_of_the_hub_is_read_whole_and_by_split(tmp_path, folder, streaming):
+def test_hub_data_set_is_read_whole_and_by_split(tmp_path, folder, streaming):
     def numbers(entry: str) -> list[int]:
         data = prepared(tmp_path, entry, streaming=streaming, packing="balanced", sequence_length=128)
         shown = [str(data.tokenizer.decode(data.train.sample(n).input_ids[0])) for n in range(data.report.train.rows)]
@@ -225,7 +225,7 @@ def test_a_data_set_of_the_hub_is_read_whole_and_by_split(tmp_path, folder, stre
         (ValueError("Unknown split 'dev'. Should be one of ['train']."), "'train'"),
     ],
 )
-def test_a_data_set_that_cannot_be_loaded_is_named_with_the_way_out(tmp_path, monkeypatch, error, said):
+def test_hub_data_set_that_cannot_be_loaded_is_named_with_a_way_out(tmp_path, monkeypatch, error, said):
     from datasets.exceptions import DatasetNotFoundError
 
     def fail(*args, **others):
@@ -238,7 +238,7 @@ def test_a_data_set_that_cannot_be_loaded_is_named_with_the_way_out(tmp_path, mo
         prepared(tmp_path, "hf:org/x:dev")
 
 
-def test_a_name_of_another_form_is_refused(tmp_path):
+def test_malformed_data_set_name_is_refused(tmp_path):
     with pytest.raises(UserError, match="hf:NAME:CONFIG:SPLIT"):
         prepared(tmp_path, "hf:a:b:c:d")
     file = rows(tmp_path / "a.jsonl", "one", range(3))

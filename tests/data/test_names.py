@@ -45,7 +45,7 @@ def found(*entries: str | Path) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("link", [False, True])
-def test_a_name_that_exists_is_that_file(tmp_path, monkeypatch, name: str, neighbour: str, link: bool):
+def test_existing_file_name_is_not_taken_for_a_pattern(tmp_path, monkeypatch, name: str, neighbour: str, link: bool):
     monkeypatch.chdir(tmp_path)
     path, _ = tmp_path / name, write(tmp_path / neighbour)
     if link:
@@ -59,7 +59,7 @@ def test_a_name_that_exists_is_that_file(tmp_path, monkeypatch, name: str, neigh
         assert (only.name, only.weight, [file.path for file in only.files]) == (str(entry), 0.25, [str(path)])
 
 
-def test_folders_with_such_names_are_folders_also_before_a_pattern(tmp_path):
+def test_existing_folder_names_are_not_taken_for_patterns(tmp_path):
     inside = [write(tmp_path / "[lab] notes" / name) for name in ("a.jsonl", "deep [1]/b.jsonl")]
     write(tmp_path / "l notes" / "c.jsonl")
     write(tmp_path / "[lab] notes" / "deep 1" / "d.jsonl")
@@ -73,7 +73,7 @@ def test_folders_with_such_names_are_folders_also_before_a_pattern(tmp_path):
     assert found(tmp_path / "what?" / "*.jsonl") == [str(tmp_path / "what?" / "a.jsonl")]
 
 
-def test_a_folder_named_like_a_weight_is_that_folder_for_datasets_too(tmp_path):
+def test_hub_folder_name_with_an_equals_sign_has_no_weight(tmp_path):
     write(tmp_path / "year=2024" / "a.jsonl")
     assert [(one.name, one.weight) for one in find_sets([f"hf:{tmp_path}/year=2024"])] == [
         (f"hf:{tmp_path}/year=2024", None)
@@ -103,7 +103,7 @@ def test_a_folder_that_datasets_takes_for_a_pattern_is_refused(tmp_path, name: s
 
 
 @pytest.mark.parametrize("entry", ["", "no[pe].jsonl", "~nobody/a.jsonl"])
-def test_a_name_of_nothing_is_refused(tmp_path, monkeypatch, entry: str):
+def test_name_that_matches_no_file_is_refused(tmp_path, monkeypatch, entry: str):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "nope.txt")
     with pytest.raises(UserError, match=r"--data.*files, folders or globs"):
@@ -132,7 +132,7 @@ PATTERNS = ["**", "*", "a*", "?", "[ab]", "a", "b/..", ".*", "*.txt", "[!a]*"]
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_without_links_patterns_match_as_those_of_glob(tmp_path, seed: int):
+def test_patterns_without_links_match_as_in_glob(tmp_path, seed: int):
     draw = random.Random(seed)
     tree(draw, tmp_path, links=False)
     for _ in range(10):
@@ -149,7 +149,7 @@ def test_without_links_patterns_match_as_those_of_glob(tmp_path, seed: int):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_with_any_links_every_file_is_read_once(tmp_path, seed: int):
+def test_every_file_is_read_once_with_any_links(tmp_path, seed: int):
     """What there is, is said by ``os.walk``, which follows no links."""
     draw, root = random.Random(seed), tmp_path / "root"
     root.mkdir()
@@ -176,7 +176,7 @@ def report(tmp_path: Path, *entries: str, **more) -> list[str]:
 
 
 @pytest.mark.parametrize("more", [{}, {"streaming": True}])
-def test_what_is_left_out_so_that_a_file_is_read_once_is_counted(tmp_path, more: dict):
+def test_files_left_out_as_duplicates_are_counted(tmp_path, more: dict):
     folder, file = tmp_path / "data", write(tmp_path / "data" / "parts" / "b.jsonl", 4)
     (folder / "parts" / "above").symlink_to("..")
     (folder / "a.jsonl").symlink_to("parts/b.jsonl")
@@ -195,7 +195,7 @@ def test_what_is_left_out_so_that_a_file_is_read_once_is_counted(tmp_path, more:
     assert "validation files: 1 file left out, read already under this or another name" in "\n".join(lines)
 
 
-def test_of_several_names_that_with_rows_is_read(tmp_path):
+def test_file_with_several_names_is_read_under_the_name_with_rows(tmp_path):
     path = write(tmp_path / "z.jsonl")
     os.link(path, tmp_path / "a.txt")
     (tmp_path / "b.jsonl").symlink_to("z.jsonl")

@@ -49,7 +49,7 @@ def tokenizer(request) -> PreTrainedTokenizerBase:
     return TOKENIZERS[request.param]
 
 
-def test_a_row_is_text_with_a_fact_then_the_question_and_its_answer(tokenizer):
+def test_needle_row_is_text_with_a_fact_then_question_and_answer(tokenizer):
     needles = needles_of(tokenizer)
     for length in (needles.shortest, needles.shortest + 37, 600):
         for number in range(needles.rows):
@@ -71,7 +71,7 @@ def test_a_row_is_text_with_a_fact_then_the_question_and_its_answer(tokenizer):
             assert counts[-1 - len(answer) : -1].all() and int(counts.sum()) == len(answer)
 
 
-def test_a_depth_moves_the_fact_and_a_length_adds_text(tokenizer):
+def test_needle_depth_moves_the_fact_and_length_adds_text(tokenizer):
     needles = needles_of(tokenizer)
     ids = {number: needles.row(600, 0, number).input_ids[0].tolist() for number in range(needles.rows)}
     words = {number: tokenizer.decode(row, skip_special_tokens=True) for number, row in ids.items()}
@@ -87,7 +87,7 @@ def test_a_depth_moves_the_fact_and_a_length_adds_text(tokenizer):
     assert len({one[-40:] for one in words.values()}) == needles.samples
 
 
-def test_text_is_that_of_the_documents_from_one_on_over_and_over():
+def test_text_repeats_the_documents_from_the_given_document():
     ids = [[5], [1, 2, 3], [4, 9], [9, 9], [6, 7, 8, 9, 4]]
     tokens = [
         (Document("text", (ChatText(str(own), True),)), Tokens(np.array(own), np.ones(len(own), bool))) for own in ids
@@ -102,7 +102,7 @@ def test_text_is_that_of_the_documents_from_one_on_over_and_over():
     assert not len(dataset.text(0, 5, [*range(10)]))
 
 
-def test_rows_follow_from_the_seed_and_their_number_alone(tokenizer):
+def test_needle_rows_depend_only_on_seed_and_number(tokenizer):
     one, same, other = needles_of(tokenizer), needles_of(tokenizer), needles_of(tokenizer, seed=1)
     rows = [[needles.row(200, 1, number).input_ids.tolist() for number in range(5)] for needles in (one, same, other)]
     assert rows[0] == rows[1] and rows[0] != rows[2]

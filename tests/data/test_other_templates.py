@@ -180,7 +180,7 @@ def left_out(name: str, shape: str) -> dict[int, str]:
 
 @needs_trl
 @pytest.mark.parametrize("name", [*templates()])
-def test_what_is_learned_is_what_the_model_has_to_write(name):
+def test_learned_text_is_every_answer_once_behind_its_prompt(name):
     """Every answer that is not listed is learned once, behind its prompt, and nothing else is learned."""
     listed = json.loads(LEFT_OUT.read_text())[name]
     tokenizer = templates()[name]
@@ -215,7 +215,7 @@ def test_what_is_learned_is_what_the_model_has_to_write(name):
 
 
 @needs_trl
-def test_few_answers_are_left_out_for_want_of_a_prompt():
+def test_few_answers_are_left_out_because_the_template_has_no_prompt():
     listed = json.loads(LEFT_OUT.read_text())
     reasons = Counter(dict.fromkeys(REASONS.values(), 0))
     for places in listed.values():

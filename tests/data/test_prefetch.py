@@ -9,14 +9,14 @@ import torch
 from tawpipe.data.prefetch import Prefetcher
 
 
-def test_items_arrive_in_order_and_then_end():
+def test_prefetcher_yields_all_items_in_order():
     with Prefetcher(iter(range(100)), depth=3) as items:
         assert list(items) == list(range(100))
         with pytest.raises(StopIteration):
             next(items)
 
 
-def test_an_exception_reaches_the_consumer_after_the_items_before_it():
+def test_exception_reaches_the_consumer_after_the_items_before_it():
     def broken():
         yield 1
         raise ValueError("at two")
@@ -27,7 +27,7 @@ def test_an_exception_reaches_the_consumer_after_the_items_before_it():
             next(items)
 
 
-def test_the_thread_is_bounded_and_ends_when_the_consumer_leaves():
+def test_prefetch_thread_is_bounded_and_ends_with_the_consumer():
     made: list[int] = []
 
     def endless():
@@ -43,7 +43,7 @@ def test_the_thread_is_bounded_and_ends_when_the_consumer_leaves():
     assert threading.active_count() == before
 
 
-def test_close_while_full_does_not_hang_and_may_be_repeated():
+def test_closing_a_full_prefetcher_twice_does_not_hang():
     items = Prefetcher(iter(range(1000)), depth=1)
     items.close()
     items.close()
@@ -51,7 +51,7 @@ def test_close_while_full_does_not_hang_and_may_be_repeated():
         next(items)
 
 
-def test_torchs_random_state_is_left_alone():
+def test_prefetching_leaves_the_random_state_of_torch_alone():
     before = torch.get_rng_state()
     with Prefetcher(iter(range(10))) as items:
         list(items)

@@ -89,7 +89,7 @@ def test_training_and_validation_hold_every_document_once(corpus, settings_for):
     assert prepared.report.train.documents == len(train) and prepared.report.validation.documents == len(validation)
 
 
-def test_held_out_documents_do_not_depend_on_names_or_order(corpus, settings_for):
+def test_held_out_documents_depend_on_the_seed_not_on_file_names_or_order(corpus, settings_for):
     first = prepare_data(settings_for(corpus / "*.txt", packing="fit"), sequence_length=1024, seed=0)
     for file in corpus.iterdir():
         file.rename(corpus / f"{99 - int(file.stem)}.txt")
@@ -99,7 +99,7 @@ def test_held_out_documents_do_not_depend_on_names_or_order(corpus, settings_for
     assert documents_of(first.validation, first.tokenizer) != documents_of(other_seed.validation, first.tokenizer)
 
 
-def test_copies_stay_on_one_side_and_no_side_is_empty_by_chance():
+def test_copies_of_a_document_stay_in_one_split_and_no_split_is_empty():
     identities = np.array([5, 6, 5, 7, 5], np.uint64)
     for seed in range(50):
         for fraction in (1e-9, 0.5, 0.999999):
@@ -110,7 +110,7 @@ def test_copies_stay_on_one_side_and_no_side_is_empty_by_chance():
     assert len(split_documents([np.array([5, 5], np.uint64)], 0.5, 0)[0][1]) == 0
 
 
-def test_validation_files_of_their_own(corpus, settings_for):
+def test_validation_data_is_read_from_its_own_files(corpus, settings_for):
     settings = settings_for(corpus / "[0-2]*.txt", validation_data=[str(corpus / "3*.txt")], packing="fit")
     prepared = prepare_data(settings, sequence_length=1024, seed=0)
     assert documents_of(prepared.validation, prepared.tokenizer) == {text(number) for number in range(30, 40)}
@@ -120,7 +120,7 @@ def test_validation_files_of_their_own(corpus, settings_for):
         prepare_data(missing, sequence_length=64, seed=0)
 
 
-def test_the_cache_is_reused_and_a_changed_file_makes_it_anew(corpus, settings_for):
+def test_token_cache_is_reused_and_rebuilt_after_a_file_changes(corpus, settings_for):
     settings = settings_for(corpus / "*.txt")
     first = prepare_data(settings, sequence_length=64, seed=0)
     second = prepare_data(settings, sequence_length=64, seed=0)
@@ -132,7 +132,7 @@ def test_the_cache_is_reused_and_a_changed_file_makes_it_anew(corpus, settings_f
     assert "documents" in changed_parts(first.fingerprint, third.fingerprint)
 
 
-def test_the_fingerprint_names_what_changed_and_ignores_where_the_files_are(corpus, settings_for, tmp_path):
+def test_data_fingerprint_names_what_changed_and_ignores_file_paths(corpus, settings_for, tmp_path):
     tokenizer = train_tokenizer([text(number) for number in range(40)], 400)
 
     def fingerprint(folder, sequence_length=64, seed=0, with_tokenizer=tokenizer):
@@ -147,7 +147,7 @@ def test_the_fingerprint_names_what_changed_and_ignores_where_the_files_are(corp
     assert changed_parts(first, fingerprint(moved, with_tokenizer=other)) == ["tokenizer"]
 
 
-def test_the_fingerprint_of_validation_follows_what_is_held_out_and_its_rows_alone(corpus, settings_for):
+def test_validation_fingerprint_depends_only_on_held_out_data_and_rows(corpus, settings_for):
     tokenizer = train_tokenizer([text(number) for number in range(40)], 400)
 
     def fingerprint(train="[0-2]*.txt", held_out="3*.txt", sequence_length=64, seed=0, **others):
@@ -165,7 +165,7 @@ def test_the_fingerprint_of_validation_follows_what_is_held_out_and_its_rows_alo
     assert prepare_data(nothing, sequence_length=64, seed=0, tokenizer=tokenizer).validation_fingerprint == ""
 
 
-def test_a_damaged_cache_is_not_used(corpus, settings_for, tmp_path):
+def test_damaged_token_cache_is_rebuilt(corpus, settings_for, tmp_path):
     settings = settings_for(corpus / "*.txt")
     first = prepare_data(settings, sequence_length=64, seed=0)
     expected = samples(first.train)
@@ -180,7 +180,7 @@ def test_a_damaged_cache_is_not_used(corpus, settings_for, tmp_path):
     assert not prepare_data(settings, sequence_length=64, seed=0).report.reused
 
 
-def test_a_folder_that_fails_half_way_is_not_there(tmp_path):
+def test_interrupted_cache_folder_leaves_nothing_and_is_made_again(tmp_path):
     def fill(work: Path) -> None:
         (work / "part").write_text("x")
         raise OSError("disk full")
@@ -193,13 +193,13 @@ def test_a_folder_that_fails_half_way_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("parts", [("file", "made"), ("file", "folder", "made")])
-def test_a_cache_folder_that_has_no_place_is_an_error_that_names_the_setting(tmp_path, parts):
+def test_cache_folder_that_cannot_be_made_names_the_cache_dir_setting(tmp_path, parts):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"cannot write .*made: .*--cache-dir names another folder"):
         make_folder(tmp_path.joinpath(*parts), lambda work: None)
 
 
-def test_a_note_of_a_failure_that_cannot_be_removed_leaves_nobody_waiting(tmp_path):
+def test_leader_reaches_the_barrier_if_its_failure_note_cannot_be_removed(tmp_path):
     waited = []
     (tmp_path / "note").mkdir()
     with pytest.raises(OSError):
@@ -220,14 +220,14 @@ def prepared_together(world, *, settings):
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_makes_the_cache_and_both_see_the_same(pool, corpus, settings_for):
+def test_one_of_two_processes_makes_the_cache_and_both_read_equal_data(pool, corpus, settings_for):
     settings = settings_for(corpus / "*.txt")
     first, second = pool.run("test_prepare:prepared_together", 1, 2, settings=settings)
     assert first[0] == second[0] and (first[1], second[1]) == (False, True)
 
 
 @pytest.mark.slow
-def test_if_the_leader_fails_all_fail_with_its_words(pool, corpus, settings_for):
+def test_failure_of_the_leader_fails_all_processes_with_its_message(pool, corpus, settings_for):
     for file in corpus.iterdir():
         file.write_bytes(b"\xff\xfe\xfa")
     first, second = pool.run("test_prepare:prepared_together", 1, 2, settings=settings_for(corpus / "*.txt"))
@@ -235,7 +235,7 @@ def test_if_the_leader_fails_all_fail_with_its_words(pool, corpus, settings_for)
     assert "40 files left out, not UTF-8; the first: " in first[1] and "00.txt" in first[1]
 
 
-def test_what_is_faulty_is_skipped_named_and_counted(corpus, settings_for):
+def test_faulty_files_and_rows_are_skipped_named_and_counted(corpus, settings_for):
     (corpus / "03.txt").write_bytes(b"\xff")
     (corpus / "04.txt").write_text("\n")
     (corpus / "a.jsonl").write_text('{"text": "fine"}\n{broken\n{"text": 5}\n')
@@ -253,7 +253,7 @@ def test_what_is_faulty_is_skipped_named_and_counted(corpus, settings_for):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rows_without_known_columns_are_skipped_and_only_nothing_else_is_an_error(tmp_path, settings_for, streaming):
+def test_rows_without_known_columns_are_skipped_or_refused_if_alone(tmp_path, settings_for, streaming):
     other = json.dumps({"content": "x"})
     rows = [json.dumps({"text": text(n)}) for n in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows[:9], other, *rows[9:]]))
@@ -279,7 +279,7 @@ def chats(file: Path, lengths: Iterable[int]) -> Path:
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("packing", ["fit", "split", "auto"])
-def test_data_in_which_nothing_is_learned_is_refused(tmp_path, settings_for, streaming, packing):
+def test_data_with_every_answer_behind_the_row_length_is_refused(tmp_path, settings_for, streaming, packing):
     """Every answer lies behind a row's length; laid end to end, some row has one, and so has a piece of a document."""
     file = chats(tmp_path / "a.jsonl", range(300, 310))
     settings = settings_for(file, long_chats="anywhere", streaming=streaming, packing=packing, validation_fraction=0.0)
@@ -292,7 +292,7 @@ def test_data_in_which_nothing_is_learned_is_refused(tmp_path, settings_for, str
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_documents_whose_answers_are_cut_off_are_left_out_and_counted(tmp_path, settings_for, streaming):
+def test_documents_with_cut_off_answers_are_left_out_and_counted(tmp_path, settings_for, streaming):
     file = chats(tmp_path / "a.jsonl", [3, 300, 4, 301, 5])
     settings = settings_for(file, long_chats="anywhere", streaming=streaming, packing="fit", validation_fraction=0.0)
     prepared = prepare_data(settings, sequence_length=64, seed=0)
@@ -306,14 +306,14 @@ def test_documents_whose_answers_are_cut_off_are_left_out_and_counted(tmp_path, 
     assert any(share in line and "2 left out" in line for line in prepared.report.lines())
 
 
-def test_validation_in_which_nothing_is_learned(tmp_path, settings_for):
+def test_validation_data_without_learned_tokens_is_refused(tmp_path, settings_for):
     file, other = chats(tmp_path / "a.jsonl", range(1, 9)), chats(tmp_path / "b.jsonl", [300, 301])
     settings = settings_for(file, long_chats="anywhere", packing="fit", validation_data=[str(other)])
     with pytest.raises(UserError, match=r"--validation-data: .*first 64 tokens"):
         prepare_data(settings, sequence_length=64, seed=0)
 
 
-def test_the_longest_document_is_known(corpus, settings_for):
+def test_longest_document_length_is_recorded(corpus, settings_for):
     """So that rows may be longer than the positions that a model has."""
     prepared = prepare_data(settings_for(corpus / "*.txt"), sequence_length=2048, seed=0)
     assert isinstance(prepared.train, PackedDataset)
@@ -323,7 +323,7 @@ def test_the_longest_document_is_known(corpus, settings_for):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_chat_and_instruction_rows_are_masked_in_the_samples(tmp_path, settings_for, streaming):
+def test_only_answers_of_chat_and_instruction_rows_have_labels(tmp_path, settings_for, streaming):
     chat = [
         {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": text(n)}]}
         for n in range(20)
@@ -346,7 +346,7 @@ def test_chat_and_instruction_rows_are_masked_in_the_samples(tmp_path, settings_
     assert "assistant" in prepared.tokenizer.chat_template
 
 
-def test_a_tokenizer_trained_twice_is_the_same_and_survives_saving(corpus, tmp_path):
+def test_tokenizer_training_is_deterministic_and_survives_saving(corpus, tmp_path):
     texts = [text(number) for number in range(200)]
     first, second = train_tokenizer(iter(texts), 350), train_tokenizer(iter(texts), 350)
     assert tokenizer_hash(first) == tokenizer_hash(second) and len(first) == 350
@@ -358,7 +358,7 @@ def test_a_tokenizer_trained_twice_is_the_same_and_survives_saving(corpus, tmp_p
     assert loaded("a")["input_ids"][0] == loaded.bos_token_id == loaded.eos_token_id == loaded.pad_token_id
 
 
-def test_tokenizer_from_a_folder_a_file_or_the_model(corpus, settings_for, tmp_path):
+def test_tokenizer_is_loaded_from_a_folder_a_file_or_the_model(corpus, settings_for, tmp_path):
     saved = train_tokenizer([text(number) for number in range(40)], 300)
     saved.save_pretrained(tmp_path / "saved")
     (tmp_path / "alone.json").write_bytes((tmp_path / "saved" / "tokenizer.json").read_bytes())
@@ -378,7 +378,7 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_refused():
         check_vocabulary(tokenizer, 256)
 
 
-def test_the_tokenizers_sample_is_bounded_and_from_everywhere(tmp_path):
+def test_tokenizer_training_sample_is_bounded_and_spread_over_all_files(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"{n:07}\n" for n in range(500_000)))
     (tmp_path / "b.jsonl").write_text(
         "".join(json.dumps({"text": f"row {n:07} {'x' * 50}"}) + "\n" for n in range(50_000))
@@ -391,7 +391,7 @@ def test_the_tokenizers_sample_is_bounded_and_from_everywhere(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_line_of_a_million_tokens(tmp_path, settings_for):
+def test_document_of_a_million_tokens_is_packed(tmp_path, settings_for):
     words = " ".join(["weights travel, activations stay;"] * 32_000)
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": words}) + '\n{"text": "short"}\n')
     settings = settings_for(tmp_path / "long.jsonl", validation_fraction=0.0, vocab_size=257)
@@ -405,25 +405,25 @@ def test_a_line_of_a_million_tokens(tmp_path, settings_for):
     "wrong",
     [{"validation_fraction": 1.0}, {"vocab_size": 100}, {"stream_window": 0}, {"packing": "tight"}, {"rows": "poems"}],
 )
-def test_settings_that_cannot_work_are_refused(corpus, settings_for, wrong):
+def test_invalid_data_settings_are_refused(corpus, settings_for, wrong):
     with pytest.raises(UserError):
         prepare_data(settings_for(corpus / "*.txt", **wrong), sequence_length=64, seed=0)
 
 
-def test_a_cache_folder_that_cannot_be_written_is_refused(corpus, settings_for, tmp_path):
+def test_unwritable_cache_folder_is_refused(corpus, settings_for, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--cache-dir"):
         prepare_data(settings_for(corpus / "*.txt", cache_dir=str(tmp_path / "file" / "x")), sequence_length=64, seed=0)
 
 
-def test_the_environment_names_the_cache_folder(corpus, settings_for, tmp_path, monkeypatch):
+def test_environment_variable_names_the_cache_folder(corpus, settings_for, tmp_path, monkeypatch):
     monkeypatch.setenv("TAWPIPE_CACHE", str(tmp_path / "elsewhere"))
     prepare_data(settings_for(corpus / "*.txt", cache_dir=None), sequence_length=64, seed=0)
     assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"corpora", "tokenizers"}
 
 
 @pytest.mark.slow
-def test_the_default_corpus_and_its_copy_in_the_cache(tmp_path):
+def test_default_corpus_is_prepared_and_cached(tmp_path):
     settings = DataSettings(cache_dir=str(tmp_path))
     first, second = (prepare_data(settings, sequence_length=512, seed=0) for _ in range(2))
     assert isinstance(first.train, PackedDataset) and first.train.num_tokens > 1_000_000
@@ -446,7 +446,7 @@ def stream_settings(corpus, settings_for):
     return settings_for(corpus / "*.txt", corpus / "*.jsonl", streaming=True, stream_window=7)
 
 
-def test_a_stream_gives_the_same_sample_for_a_number_in_whatever_order(stream_settings):
+def test_stream_sample_depends_only_on_its_number(stream_settings):
     data = streamed(stream_settings)
     expected = [samples(data, [number]) for number in range(150)]
     again = streamed(stream_settings)
@@ -468,7 +468,7 @@ def test_a_stream_resumes_at_any_sample_from_its_small_state(stream_settings):
         assert [samples(resumed, [n]) for n in range(number, 150)] == expected[number:]
 
 
-def test_a_resumed_stream_that_is_asked_for_its_first_documents_reads_nothing_twice(stream_settings):
+def test_resumed_stream_reads_no_document_twice_for_its_first_window(stream_settings):
     data = streamed(stream_settings)
     expected = samples(data, [148])
     read = []
@@ -483,7 +483,7 @@ def test_a_resumed_stream_that_is_asked_for_its_first_documents_reads_nothing_tw
     assert read[0] == read[1] > 0
 
 
-def test_a_stream_shows_every_training_document_once_per_epoch_and_no_other(stream_settings):
+def test_stream_yields_every_training_document_once_per_epoch(stream_settings):
     prepared = prepare_data(stream_settings, sequence_length=1024, seed=0)
     data = prepared.train
     seen: list[str] = []
@@ -505,7 +505,7 @@ def test_a_stream_shows_every_training_document_once_per_epoch_and_no_other(stre
     assert not validation & set(whole)
 
 
-def test_a_stream_of_uneven_documents_has_the_steps_of_any_start(stream_settings):
+def test_balanced_stream_has_equal_steps_from_any_start(stream_settings):
     """Steps go over the borders of windows; whoever starts in the middle sees what is left, and nothing twice."""
     settings = replace(stream_settings, packing="balanced", stream_window=5, validation_fraction=0.0)
     data, first, expected = streamed(settings, 32), 0, []
@@ -524,7 +524,7 @@ def test_a_stream_of_uneven_documents_has_the_steps_of_any_start(stream_settings
     assert [samples(resumed, [number]) for number in range(57, 200)] == expected[57:200]
 
 
-def test_the_report_says_how_uneven_documents_are_and_where_the_longest_stands(corpus, settings_for):
+def test_report_gives_the_imbalance_and_place_of_the_longest_document(corpus, settings_for):
     (corpus / "long.txt").write_text("layers " * 3000)
     settings = settings_for(corpus / "*.txt", packing="auto", validation_fraction=0.0)
     dealing = Dealing(
@@ -551,7 +551,7 @@ def test_the_report_says_how_uneven_documents_are_and_where_the_longest_stands(c
 
 
 @pytest.mark.parametrize("packing", ["split", "fit", "balanced"])
-def test_so_many_steps_show_the_data_so_many_times(corpus, settings_for, packing):
+def test_steps_in_counts_the_steps_of_the_given_epochs(corpus, settings_for, packing):
     prepared = prepare_data(settings_for(corpus / "*.txt", packing=packing), sequence_length=64, seed=0)
     assert isinstance(prepared.train, PackedDataset)
     for epochs in (0.5, 1.0, 3.0):
@@ -571,7 +571,7 @@ def test_a_stream_without_a_document_is_refused(tmp_path, settings_for):
 
 
 @pytest.mark.slow
-def test_a_forked_child_can_tokenise_and_nothing_warns(corpus, tmp_path):
+def test_forked_child_can_tokenize_without_a_warning(corpus, tmp_path):
     program = (
         "import os, signal, sys\n"
         "from tawpipe.data.prepare import prepare_data\n"

@@ -59,17 +59,17 @@ def counted_text(tokenizer, kind, **columns) -> tuple[str, str]:
     return tokenizer.decode(tokens[0].ids), "".join(tokenizer.decode(each.ids[each.counts]) for each in tokens[::-1])
 
 
-def test_of_an_instruction_row_the_completion_counts(tokenizer):
+def test_only_the_completion_of_an_instruction_row_is_learned(tokenizer):
     whole, counted = counted_text(tokenizer, "instruction", prompt="the question is", completion=" a number")
     assert counted == " a number<|endoftext|>"
     assert whole == "<|endoftext|>the question is a number<|endoftext|>"
 
 
-def test_a_border_within_a_word_stays_where_it_is(tokenizer):
+def test_prompt_border_within_a_word_is_kept(tokenizer):
     assert counted_text(tokenizer, "instruction", prompt="the ques", completion="tion")[1] == "tion<|endoftext|>"
 
 
-def test_of_three_columns_the_output_counts(tokenizer):
+def test_only_the_output_column_of_an_instruction_row_is_learned(tokenizer):
     columns = {"instruction": "Add.", "input": "2 2", "output": "4"}
     assert counted_text(tokenizer, "instruction", **columns) == (
         "<|endoftext|>Add.\n\n2 2\n\n4<|endoftext|>",
@@ -78,29 +78,29 @@ def test_of_three_columns_the_output_counts(tokenizer):
     assert counted_text(tokenizer, "instruction", instruction="Add.", input=None, output="4")[0].count("\n\n") == 1
 
 
-def test_of_a_chat_what_the_assistant_says_counts(tokenizer):
+def test_only_assistant_turns_of_a_chat_are_learned(tokenizer):
     whole, counted = counted_text(tokenizer, "chat", messages=CHAT)
     assert counted == "Four.<|endoftext|>Seven.<|endoftext|>"
     assert whole.startswith("<|system|>\nBe brief.\n<|user|>\nTwo and two?\n<|assistant|>\nFour.<|endoftext|>\n")
 
 
-def test_the_tokenizers_chat_template_is_used_where_there_is_one(tokenizer):
+def test_chat_template_of_the_tokenizer_is_used(tokenizer):
     whole, counted = counted_text(with_template(tokenizer, CHATML), "chat", messages=CHAT)
     assert counted == "Four.<|im_end|>Seven.<|im_end|>"
     assert whole == "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
 
 
-def test_a_template_that_rewrites_earlier_turns_learns_each_as_it_is_asked(tokenizer):
+def test_template_that_rewrites_turns_learns_every_answer_as_prompted(tokenizer):
     _, counted = counted_text(with_template(tokenizer, THINKING), "chat", messages=CHAT)
     assert counted == "".join(f"<think>\n\n</think>\n\n{number}.<|im_end|>" for number in ("Four", "Seven"))
 
 
-def test_a_prompt_and_completion_of_messages_count_the_completion_only(tokenizer):
+def test_only_the_completion_of_message_lists_is_learned(tokenizer):
     _, counted = counted_text(tokenizer, "instruction", prompt=CHAT[:4], completion=CHAT[4:])
     assert counted == "Seven.<|endoftext|>"
 
 
-def test_pieces_of_a_tokenizer_that_puts_a_space_first_join_without_it():
+def test_pieces_are_joined_without_the_prefix_space_of_the_tokenizer():
     vocabulary = {
         token: n for n, token in enumerate(["<unk>", "▁", "\n", "▁ab", "ab", "▁cd", "cd", "a", "b", "c", "d"])
     }
@@ -127,12 +127,12 @@ def test_pieces_of_a_tokenizer_that_puts_a_space_first_join_without_it():
         ("instruction", {"prompt": "x", "completion": ""}, "empty"),
     ],
 )
-def test_rows_without_what_belongs_there_are_skipped(tokenizer, kind, columns, reason):
+def test_rows_with_missing_or_wrong_values_are_skipped(tokenizer, kind, columns, reason):
     (found,) = Renderer(tokenizer).render(RawRow("line 3", kind, columns))
     assert isinstance(found, Skipped) and found.kind == reason and found.where == "line 3"
 
 
-def test_long_texts_are_cut_without_loss_and_before_a_space(tokenizer):
+def test_long_texts_are_split_before_a_space_without_loss(tokenizer):
     words = "word and more words " * (PART_CHARACTERS // 8)
     parts = list(split_text(words))
     assert "".join(parts) == words and len(parts) > 2
@@ -148,7 +148,7 @@ def read(path: Path, rows: Any = "auto", **names: str) -> list[RawRow | Skipped]
     return [row for file in find_files([str(path)]) for row in reader.read(file)]
 
 
-def test_a_corrupt_line_is_named_and_the_others_are_read(tmp_path):
+def test_corrupt_line_is_named_and_other_lines_are_read(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "one"}\n{"text": \n\n"text"\n{"text": "\xff"}\n{"text": "two"}')
     rows = read(file)
@@ -156,7 +156,7 @@ def test_a_corrupt_line_is_named_and_the_others_are_read(tmp_path):
     assert [row.where for row in rows if isinstance(row, Skipped)] == [f"{file}, line {n}" for n in (2, 4, 5)]
 
 
-def test_a_json_list_is_read_like_lines(tmp_path):
+def test_json_list_is_read_like_json_lines(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, 3, {"text": "two"}]))
     kinds = [type(row) for row in read(tmp_path / "a.json")]
     assert kinds == [RawRow, Skipped, RawRow]
@@ -168,7 +168,7 @@ def test_a_text_file_that_is_not_utf8_is_named(tmp_path):
     assert isinstance(skipped, Skipped) and skipped.where.endswith("a.txt") and "UTF-8" in skipped.why
 
 
-def test_a_file_that_cannot_be_opened_is_named(tmp_path):
+def test_unreadable_file_is_named(tmp_path):
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     (skipped,) = read(tmp_path / "gone.txt")
     assert isinstance(skipped, Skipped) and skipped.kind == "file" and "not readable" in skipped.why
@@ -198,14 +198,14 @@ def test_parquet_rows_are_read_and_a_broken_file_is_named(tmp_path):
         (["instruction", "output", "messages"], "instruction", {}, "instruction"),
     ],
 )
-def test_the_columns_say_what_a_row_is(tmp_path, columns, rows, names, kind):
+def test_row_kind_follows_from_its_columns(tmp_path, columns, rows, names, kind):
     (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(columns, "x")))
     (row,) = read(tmp_path / "a.jsonl", rows, **names)
     assert isinstance(row, RawRow) and row.kind == kind
 
 
 @pytest.mark.parametrize("rows", ["auto", "text", "chat", "instruction"])
-def test_rows_without_the_expected_columns_are_faults_and_their_columns_are_named(tmp_path, rows):
+def test_rows_without_expected_columns_are_skipped_and_columns_are_named(tmp_path, rows):
     (tmp_path / "a.jsonl").write_text('{"content": "x", "id": 1}\n')
     pyarrow.parquet.write_table(pyarrow.table({"content": ["x"], "id": [1]}), tmp_path / "b.parquet")
     for file, kind in (("a.jsonl", "row"), ("b.parquet", "file")):
@@ -222,14 +222,14 @@ def test_a_glob_that_matches_nothing_is_named(tmp_path):
     assert caught.value.setting == "--data" and caught.value.value == missing
 
 
-def test_files_are_sorted_and_taken_once(tmp_path):
+def test_files_are_sorted_and_read_once(tmp_path):
     for name in ("b.txt", "a.txt"):
         (tmp_path / name).write_text(name)
     files = find_files([str(tmp_path / "*.txt"), str(tmp_path / "**/*")])
     assert [Path(file.path).name for file in files] == ["a.txt", "b.txt"]
 
 
-def test_folders_behind_links_are_looked_into_once(tmp_path):
+def test_folders_behind_links_are_searched_once(tmp_path):
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
     for folder in (data / "real", elsewhere / "deep"):
         folder.mkdir(parents=True)

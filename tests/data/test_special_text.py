@@ -53,7 +53,7 @@ def prepared(tokenizer: PreTrainedTokenizerBase, folder: Path, mode: Any, *rows:
 
 @pytest.mark.parametrize("make", [lambda: letters(*MARKS), pieces], ids=["bytes", "pieces"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_users_wrote_is_special_or_text_and_the_templates_marks_are_special(tmp_path, make, streaming):
+def test_special_tokens_in_user_text_follow_the_setting(tmp_path, make, streaming):
     tokenizer = make()
     for mode, within in (("keep", 2), ("plain", 0)):
         (ids,), said = prepared(tokenizer, tmp_path, mode, {"messages": CHAT}, streaming=streaming, stream_window=1)
@@ -72,7 +72,7 @@ def merged() -> PreTrainedTokenizerBase:
 
 
 @pytest.mark.parametrize("make", [lambda: letters(*MARKS), merged], ids=["bytes", "merged"])
-def test_the_ids_of_text_are_those_that_the_tokenizer_gives_without_special_tokens(tmp_path, make):
+def test_plain_user_text_has_ids_without_special_tokens(tmp_path, make):
     tokenizer = make()
     (ids,), _ = prepared(tokenizer, tmp_path, "plain", {"messages": CHAT})
     start, end = tokenizer.convert_tokens_to_ids(START), tokenizer.convert_tokens_to_ids(END)
@@ -91,7 +91,7 @@ def test_the_ids_of_text_are_those_that_the_tokenizer_gives_without_special_toke
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, 2),
     ],
 )
-def test_tools_systems_and_prompts_are_what_others_said(tmp_path, row, specials):
+def test_special_tokens_in_tools_system_and_prompts_follow_the_setting(tmp_path, row, specials):
     tokenizer = letters(*MARKS)
     end = tokenizer.convert_tokens_to_ids(END)
     (kept,), said = prepared(tokenizer, tmp_path, "keep", row)
@@ -101,7 +101,7 @@ def test_tools_systems_and_prompts_are_what_others_said(tmp_path, row, specials)
 
 
 @pytest.mark.parametrize("mode", ["keep", "plain"])
-def test_what_the_assistant_wrote_and_texts_stay_as_they_are(tmp_path, mode):
+def test_special_tokens_in_answers_and_texts_are_kept(tmp_path, mode):
     tokenizer = letters(*MARKS)
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a{START}b"}]
     ids, said = prepared(tokenizer, tmp_path, mode, {"messages": chat}, {"text": f"a{START}b"})
@@ -109,12 +109,12 @@ def test_what_the_assistant_wrote_and_texts_stay_as_they_are(tmp_path, mode):
     assert "special tokens" not in said
 
 
-def test_another_mode_is_refused(tmp_path):
+def test_unknown_special_in_text_mode_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--special-in-text.*keep, plain"):
         prepared(letters(), tmp_path, "drop", {"text": "a"})
 
 
-def test_keys_of_tool_definitions_are_text_too(tmp_path):
+def test_special_tokens_in_keys_of_tool_definitions_follow_the_setting(tmp_path):
     tokenizer = letters(*MARKS)
     tools = [{"name": "now", "parameters": {"type": "object", "properties": {f"a{END}": {"type": "string"}}}}]
     counted = []

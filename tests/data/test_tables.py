@@ -21,7 +21,7 @@ def rows_of(path: Path, text: str) -> tuple[list[str], list[Skipped]]:
 
 @pytest.mark.parametrize("opened", ['"two', 'two,"x', '"two ""and"" three', '"'])
 @pytest.mark.parametrize("later", ["", '"a, b"', '"a\nb ""c"""'])
-def test_a_quote_that_is_never_closed_costs_its_own_row(tmp_path, opened, later):
+def test_unclosed_quote_in_a_csv_skips_only_its_own_row(tmp_path, opened, later):
     """Whether or not there are quotes in later rows."""
     table = ["text,id", *(f"t{n},{n}" for n in range(100))]
     table[3] = opened if "," in opened else f"{opened},2"
@@ -36,7 +36,7 @@ def test_a_quote_that_is_never_closed_costs_its_own_row(tmp_path, opened, later)
     assert one.where == f"{tmp_path / 'a.csv'}, line 4" and "quote" in one.why
 
 
-def test_quotes_in_order_are_read_as_ever(tmp_path):
+def test_quoted_csv_cells_are_read_and_unclosed_quotes_are_named(tmp_path):
     good = 'text,id\n"a\nb",1\n"c ""d""",2\ne "f" g,3\n"h" i,4\n"j",5'
     texts, skipped = rows_of(tmp_path / "a.csv", good)
     assert texts == ["a\nb", 'c "d"', 'e "f" g', "h i", "j"] and not skipped

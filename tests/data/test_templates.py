@@ -14,7 +14,7 @@ from tawpipe.data.encode import Encoder
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 @pytest.mark.parametrize("system", [False, True])
-def test_every_answer_is_learned_behind_the_tokens_that_ask_for_it(name, system):
+def test_every_answer_is_learned_behind_its_prompt_tokens(name, system):
     """R1's prompts begin a thought, so its answers have one here; gpt-oss has them in a field."""
     tokenizer, end = FAMILIES[name]
     chat = [{"role": "system", "content": "Be brief."}] if system else []
@@ -35,7 +35,7 @@ def test_every_answer_is_learned_behind_the_tokens_that_ask_for_it(name, system)
     assert not expected
 
 
-def test_a_call_may_end_otherwise_than_an_answer():
+def test_tool_call_may_end_with_another_token_than_an_answer():
     """The ends of the two begin and end with the same letters, of which none is a token."""
     tokenizer = byte_level(
         "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ '!' if m.role == 'assistant' and loop.last }}"

@@ -28,7 +28,7 @@ def text(corpus: Path, root: Path, **settings) -> TokenisedText:
     return TokenisedText(made, find_files([str(corpus)]), root, tokenizer=None, model=None)
 
 
-def test_tokenizer_and_corpus_are_made_once_and_anew_when_a_file_has_changed(corpus: Path, tmp_path: Path) -> None:
+def test_tokenizer_and_corpus_are_cached_until_a_file_changes(corpus: Path, tmp_path: Path) -> None:
     files = find_files([str(corpus)])
     first = text(corpus, tmp_path)
     found, cached = first.corpus(files, "--data")
@@ -45,7 +45,7 @@ def test_tokenizer_and_corpus_are_made_once_and_anew_when_a_file_has_changed(cor
     assert not second.corpus(find_files([str(corpus)]), "--data")[1]
 
 
-def test_another_reading_of_the_same_files_is_another_corpus(corpus: Path, tmp_path: Path) -> None:
+def test_other_data_settings_make_another_cached_corpus(corpus: Path, tmp_path: Path) -> None:
     files = find_files([str(corpus)])
     given = text(corpus, tmp_path)
     given.corpus(files, "--data")
@@ -55,7 +55,7 @@ def test_another_reading_of_the_same_files_is_another_corpus(corpus: Path, tmp_p
     assert not chat.corpus(files, "--data")[1]
 
 
-def test_files_without_a_document_are_refused_with_the_reason_and_leave_nothing(tmp_path: Path) -> None:
+def test_files_without_a_document_are_refused_and_not_cached(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "full.txt").write_text("some words to train a tokenizer on")
     given = text(tmp_path / "full.txt", tmp_path)

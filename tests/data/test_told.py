@@ -30,7 +30,7 @@ def report_of(tmp_path, rows, tokenizer=None, length: int | LengthLimits = 512, 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("bad", "empty", "warns"), [(1, 0, False), (2, 0, True), (1, 1, True), (0, 1, False)])
-def test_a_warning_says_that_more_than_one_row_in_ten_is_left_out(tmp_path, streaming, bad, empty, warns):
+def test_warning_reports_more_than_a_tenth_of_rows_left_out(tmp_path, streaming, bad, empty, warns):
     rows = [BAD] * bad + [{"messages": GOOD[:1]}] * empty + [{"messages": GOOD}] * (10 - bad - empty)
     warnings = report_of(tmp_path, rows, streaming=streaming).warnings
     assert len(warnings) == warns
@@ -49,7 +49,7 @@ def two():
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_one_of_the_first_documents_is_shown_with_its_learned_text_marked(tmp_path, two, before):
+def test_report_shows_a_first_document_with_learned_text_marked(tmp_path, two, before):
     """Texts before it are learned whole."""
     report = report_of(tmp_path, [{"text": "All of it."}] * before + [{"messages": [*GOOD, *GOOD]}], two)
     head, *lines = report.example_lines()
@@ -61,7 +61,7 @@ def test_one_of_the_first_documents_is_shown_with_its_learned_text_marked(tmp_pa
     assert max(map(len, report.example_lines(8))) < 120
 
 
-def test_a_text_that_two_tokens_begin_is_no_chat(tmp_path, two):
+def test_text_with_two_begin_tokens_is_cut_as_text_not_as_chat(tmp_path, two):
     """Texts are cut at the tokens of a step, and chats are not."""
     limits = LengthLimits(9000, "the model's positions", 4096)
     report = report_of(tmp_path, [{"text": "x" * 6000}, {"messages": GOOD}], two, length=limits)
@@ -69,7 +69,7 @@ def test_a_text_that_two_tokens_begin_is_no_chat(tmp_path, two):
     assert any("chat template without [gMASK]<sop>: added to" in line for line in report.lines())
 
 
-def test_the_longest_chat_is_what_sets_the_length_beside_a_longer_text(tmp_path, two):
+def test_longest_chat_sets_the_row_length_beside_a_longer_text(tmp_path, two):
     long_chat = [GOOD[0], {"role": "assistant", "content": "x" * 5000}]
     limits = LengthLimits(9000, "the model's positions", 4096)
     report = report_of(tmp_path, [{"text": "x" * 6000}, {"messages": long_chat}], two, length=limits)
@@ -77,7 +77,7 @@ def test_the_longest_chat_is_what_sets_the_length_beside_a_longer_text(tmp_path,
 
 
 @pytest.mark.parametrize("of_validation", [False, True])
-def test_a_set_of_which_much_is_left_out_is_named_beside_a_large_one(tmp_path, of_validation):
+def test_small_data_set_with_many_rows_left_out_is_named(tmp_path, of_validation):
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [BAD, BAD, {"messages": GOOD}]))
     other = str(tmp_path / "b.jsonl")
     data = [f"{tmp_path / 'a.jsonl'}=0.9", f"{other}=0.1"]
@@ -86,7 +86,7 @@ def test_a_set_of_which_much_is_left_out_is_named_beside_a_large_one(tmp_path, o
     assert warning.startswith("left out 2 of 3 rows, ") and "b.jsonl, line 1" in warning
 
 
-def test_what_was_longer_is_said_after_it_was_cut(tmp_path, two):
+def test_chats_cut_at_the_length_limit_are_counted(tmp_path, two):
     limits = LengthLimits(300, "the model's positions", 4096)
     chats = [{"messages": [GOOD[0], {"role": "assistant", "content": "x" * size}]} for size in (400, 500, 10)]
     report = report_of(tmp_path, chats, two, length=limits)
@@ -95,7 +95,7 @@ def test_what_was_longer_is_said_after_it_was_cut(tmp_path, two):
     assert report.why_length == f"the model's positions; {said}"
 
 
-def test_a_stream_in_split_rows_holds_out_what_its_files_do(tmp_path, two):
+def test_stream_in_split_rows_holds_out_the_documents_of_the_files(tmp_path, two):
     limits = LengthLimits(300, "the model's positions", 4096)
     chats = [{"messages": [*GOOD, GOOD[0], {"role": "assistant", "content": str(n) * 200}]} for n in range(60)]
     sizes = [
@@ -107,7 +107,7 @@ def test_a_stream_in_split_rows_holds_out_what_its_files_do(tmp_path, two):
     assert len(set(held_out)) == 1 and not any("cut at turns" in line for report in sizes for line in report.lines())
 
 
-def test_the_setting_that_bounds_a_document_is_named(tmp_path):
+def test_report_names_the_setting_that_bounds_a_document(tmp_path):
     long_chat = {"messages": [GOOD[0], {"role": "assistant", "content": "x" * 400}]}
     packing: Any
     for most, packing, name in ((300, "balanced", "--max-document"), (None, "none", "--sequence-length")):

@@ -41,7 +41,7 @@ def test_a_turn_of_weight_0_is_not_learned(tokenizer, kind):
         assert isinstance(skipped, Skipped) and re.search(why, str(skipped))
 
 
-def test_turns_of_weight_0_in_a_template_with_marks(tokenizer):
+def test_turn_of_weight_0_is_not_learned_in_a_template_with_marks(tokenizer):
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}[{% generation %}{{ m.content }}{% endgeneration %}]"
         "{% else %}({{ m.content }}){% endif %}{% endfor %}"

@@ -49,7 +49,7 @@ def rows_of(name: str, streaming: bool = False) -> list[dict | str]:
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz", "a.jsonl", "a.json", "a.jsonl.gz"])
-def test_three_ways_to_the_same_rows(tmp_path, name):
+def test_path_hub_and_stream_read_equal_rows(tmp_path, name):
     folder = tmp_path / "set"
     folder.mkdir()
     path = folder / name
@@ -66,7 +66,7 @@ def test_three_ways_to_the_same_rows(tmp_path, name):
     assert rows_of(f"hf:{folder}:train[25%:50%]") == plain[len(plain) // 4 : len(plain) // 2]
 
 
-def test_a_row_that_cannot_be_read_costs_itself_through_hf_too(tmp_path):
+def test_unreadable_row_skips_only_itself_through_hf(tmp_path):
     (tmp_path / "set").mkdir()
     path = tmp_path / "set" / "a.csv"
     path.write_text("prompt,completion\nq,007\nq\nq,a,b\nq,NA\n")
@@ -75,7 +75,7 @@ def test_a_row_that_cannot_be_read_costs_itself_through_hf_too(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_splits_configurations_and_options_of_a_page_hold(tmp_path, streaming):
+def test_splits_configurations_and_options_of_a_dataset_card_are_applied(tmp_path, streaming):
     (tmp_path / "set").mkdir()
     table(tmp_path / "set" / "one.csv", ["007", "NA"], ";")
     table(tmp_path / "set" / "two.csv", ["042"])
@@ -87,7 +87,7 @@ def test_splits_configurations_and_options_of_a_page_hold(tmp_path, streaming):
     assert rows_of(f"hf:{tmp_path}/set:more:dev", streaming) == [{"prompt": "q0", "completion": "042"}]
 
 
-def test_a_set_of_the_hub_that_was_downloaded_is_read_without_a_connection(tmp_path):
+def test_downloaded_hub_data_set_is_read_without_a_connection(tmp_path):
     (tmp_path / "snapshot").mkdir()
     table(tmp_path / "snapshot" / "a.csv.gz", ["007"])
     import datasets
@@ -105,7 +105,7 @@ def test_a_set_of_the_hub_that_was_downloaded_is_read_without_a_connection(tmp_p
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_file_at_the_hub_is_downloaded_or_streamed_by_its_name(tmp_path, monkeypatch, streaming):
+def test_hub_file_is_downloaded_or_streamed_by_its_name(tmp_path, monkeypatch, streaming):
     (tmp_path / "set").mkdir()
     table(tmp_path / "set" / "a.csv.gz", ["NA"])
     remote = "hf://datasets/org/name@0123/a.csv.gz"
