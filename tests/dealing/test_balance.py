@@ -27,7 +27,7 @@ def dealt_numbers(bins: Bins) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_document_is_in_one_bin_and_no_bin_is_above_the_cap(seed: int) -> None:
+def test_every_document_is_dealt_once_and_no_pack_exceeds_the_cap(seed: int) -> None:
     draw = random.Random(seed)
     ranks = draw.choice([1, 2, 4])
     world = ranks * draw.choice([1, 2, 3])
@@ -47,7 +47,7 @@ def test_every_document_is_in_one_bin_and_no_bin_is_above_the_cap(seed: int) -> 
     assert again == bins
 
 
-def test_a_rank_has_the_bins_of_its_set_first_and_one_of_every_round() -> None:
+def test_rank_has_shared_packs_first_and_one_pack_of_every_round() -> None:
     lengths = [900, *[10] * 50, 100, 100]
     bins = deal(lengths, world_size=4, cap=500, work=WORK, ranks=2)
     assert bins.shape[0] and 0 in {n for one in bins.shared[0] for n in one.documents}
@@ -59,7 +59,7 @@ def test_a_rank_has_the_bins_of_its_set_first_and_one_of_every_round() -> None:
 
 @pytest.mark.parametrize("mu", [6.35, 4.46], ids=["production", "code"])
 @pytest.mark.parametrize(("world", "ranks"), [(8, 8), (24, 8), (8, 4)])
-def test_skewed_corpora_are_balanced(world: int, ranks: int, mu: float) -> None:
+def test_skewed_corpora_are_balanced_within_six_percent(world: int, ranks: int, mu: float) -> None:
     """Four million tokens a step, documents of up to 128 k."""
     for seed in range(3):
         lengths = corpus(4_000_000, 131_072, seed, mu, 2.3)
@@ -67,20 +67,20 @@ def test_skewed_corpora_are_balanced(world: int, ranks: int, mu: float) -> None:
         assert bins.imbalance < 1.06
 
 
-def test_without_sharing_eight_devices_are_within_five_percent_of_the_mean() -> None:
+def test_eight_devices_are_balanced_within_five_percent_without_sharing() -> None:
     """Bins have room for half a document more: where the longest document fills one, nothing can stand beside it."""
     steps = (corpus(4_000_000, 131_072, seed) for seed in range(5))
     found = [deal(lengths, world_size=8, cap=196_608, work=WORK).imbalance for lengths in steps]
     assert sorted(found)[2] < 1.05
 
 
-def test_layers_with_a_window_are_balanced_by_tokens_as_well() -> None:
+def test_layers_with_a_window_are_balanced_within_ten_percent() -> None:
     windowed = LayerTime((LayerKind(5, 53_248, 1, 1024), LayerKind(1, 53_248, 1)))
     assert windowed.of(1024) == pytest.approx(6 * (53_248 * 1024 + 1024**2))
     bins = deal(corpus(2_000_000, 65_536, 1), world_size=8, cap=65_536, work=windowed)
     assert bins.imbalance < 1.1
 
 
-def test_a_document_that_no_bin_holds_is_refused() -> None:
+def test_document_that_no_pack_holds_is_refused() -> None:
     with pytest.raises(UserError, match=r"one of 1001 tokens.*at most 1000.*over 2 processes"):
         deal([1001], world_size=4, cap=500, work=WORK, ranks=2)

@@ -26,7 +26,7 @@ def test_a_histogram_counts_every_document_and_token_once(lengths):
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 5))
-def test_rows_in_turn_hold_every_document_once_and_no_more_than_a_row(lengths, world_size):
+def test_in_turn_packs_every_document_once_within_the_row_length(lengths, world_size):
     rows = in_turn(lengths, world_size, 100, WORK)
     held = [number for one in rows.single for row in one for number in row.documents]
     assert sorted(held) == list(range(len(lengths)))
@@ -35,7 +35,7 @@ def test_rows_in_turn_hold_every_document_once_and_no_more_than_a_row(lengths, w
     assert rows.seconds >= rows.mean_seconds * (1 - 1e-9)
 
 
-def test_dealing_by_time_beats_packing_by_tokens_where_documents_are_uneven():
+def test_dealing_by_time_beats_packing_by_tokens_for_uneven_documents():
     draw = random.Random(0)
     lengths = [min(4096, max(8, int(draw.lognormvariate(4.5, 2.0)))) for _ in range(400)]
     before = in_turn(lengths, 4, 4096, WORK)

@@ -50,7 +50,7 @@ def same(a, b) -> bool:
 
 
 @given(LENGTHS, ROW, st.integers(0, 5), st.integers(0, 3))
-def test_split_shows_every_token_once_per_epoch_and_pads_less_than_a_row(lengths, row_length, seed, epoch):
+def test_split_packing_yields_every_token_once_and_pads_under_a_row(lengths, row_length, seed, epoch):
     data = dataset_of(lengths, row_length, "split", seed=seed)
     rows = [data.sample(epoch * len(data) + n) for n in range(len(data))]
     tokens = np.concatenate([row.input_ids[0] for row in rows])
@@ -59,7 +59,7 @@ def test_split_shows_every_token_once_per_epoch_and_pads_less_than_a_row(lengths
 
 
 @given(LENGTHS, ROW, st.integers(0, 5), st.integers(0, 3))
-def test_fit_shows_every_document_once_and_whole_or_cut_at_the_rows_length(lengths, row_length, seed, epoch):
+def test_fit_packing_yields_every_document_once_cut_at_the_row_length(lengths, row_length, seed, epoch):
     shape = FitShape(np.array(lengths), row_length)
     plan = FitPlan(shape, seed=seed, epoch=epoch)
     segments = [segment for row in range(plan.rows) for segment in plan.segments(row)]
@@ -71,7 +71,7 @@ def test_fit_shows_every_document_once_and_whole_or_cut_at_the_rows_length(lengt
 
 
 @given(LENGTHS, ROW, st.sampled_from(["split", "fit"]), st.booleans())
-def test_every_segment_is_a_document_of_its_own(lengths, row_length, packing, masked):
+def test_every_packed_segment_is_a_separate_document(lengths, row_length, packing, masked):
     data = dataset_of(lengths, row_length, packing, masked=masked)
     for number in range(len(data)):
         row = data.sample(number)
@@ -94,7 +94,7 @@ def test_every_segment_is_a_document_of_its_own(lengths, row_length, packing, ma
 
 
 @given(LENGTHS, ROW, st.sampled_from(["split", "fit"]), st.randoms(use_true_random=False))
-def test_a_sample_does_not_depend_on_what_was_asked_before(lengths, row_length, packing, random):
+def test_packed_sample_is_independent_of_earlier_samples(lengths, row_length, packing, random):
     data = dataset_of(lengths, row_length, packing, seed=3)
     numbers = list(range(3 * len(data)))
     random.shuffle(numbers)
@@ -103,7 +103,7 @@ def test_a_sample_does_not_depend_on_what_was_asked_before(lengths, row_length, 
 
 
 @pytest.mark.parametrize("packing", ["split", "fit"])
-def test_order_differs_between_epochs_and_between_seeds(packing):
+def test_row_order_differs_between_epochs_and_between_seeds(packing):
     lengths = list(range(1, 60))
 
     def order(seed: int, epoch: int) -> list[int]:
@@ -114,7 +114,7 @@ def test_order_differs_between_epochs_and_between_seeds(packing):
 
 
 @given(st.lists(st.integers(1, 30), max_size=60), st.integers(30, 50))
-def test_best_fit_takes_the_fullest_row_with_room(lengths, row_length):
+def test_best_fit_takes_the_fullest_row_with_enough_space(lengths, row_length):
     rows, count = best_fit(np.array(lengths, np.int64), row_length)
     free: list[int] = []
     for length, row in zip(lengths, rows, strict=True):
@@ -138,12 +138,12 @@ def test_a_corpus_smaller_than_a_row_is_one_padded_row_per_epoch(packing):
 
 
 @given(LENGTHS, ROW, st.sampled_from(["split", "fit"]), st.booleans(), st.integers(0, 3))
-def test_learned_tokens_are_counted_as_the_rows_show_them(lengths, row_length, packing, masked, seed):
+def test_num_learned_equals_the_labels_of_all_rows(lengths, row_length, packing, masked, seed):
     data = dataset_of(lengths, row_length, packing, seed=seed, masked=masked)
     assert data.num_learned == sum(int((data.sample(n).labels != -100).sum()) for n in range(len(data)))
 
 
-def test_tokens_that_count_are_counted_across_chunks_of_the_mask(monkeypatch):
+def test_learned_tokens_are_counted_across_chunks_of_the_mask(monkeypatch):
     monkeypatch.setattr("tawpipe.data.corpus.CHUNK_TOKENS", 16)
     corpus = corpus_of([100, 29], masked=True)
     begins, ends = np.triu_indices(130)
@@ -152,12 +152,12 @@ def test_tokens_that_count_are_counted_across_chunks_of_the_mask(monkeypatch):
     ]
 
 
-def test_fit_counts_what_it_cuts_off():
+def test_fit_packing_counts_truncated_documents():
     data = dataset_of([5, 8, 9, 100], 8, "fit")
     assert data.num_truncated == 2 and len(data) == 4
 
 
-def test_a_very_long_document_among_many_short_ones_needs_no_list_of_rows():
+def test_split_packing_covers_a_very_long_document_among_short_documents():
     lengths = np.array([10_000_000] + [7] * 1000)
     plan = SplitPlan(lengths, 4096, seed=0, epoch=0)
     assert plan.rows == -(-int(lengths.sum()) // 4096)
@@ -168,7 +168,7 @@ def test_a_very_long_document_among_many_short_ones_needs_no_list_of_rows():
     assert seen == Counter({n: int(length) for n, length in enumerate(lengths)})
 
 
-def test_the_pieces_of_a_long_document_do_not_stay_together():
+def test_pieces_of_a_long_document_are_spread_over_the_epoch():
     plan = SplitPlan(np.array([100 * 64, *[64] * 100]), 64, seed=0, epoch=0)
     first_half = sum(segment.document == 0 for row in range(100) for segment in plan.segments(row))
     assert 30 < first_half < 80
@@ -176,7 +176,7 @@ def test_the_pieces_of_a_long_document_do_not_stay_together():
 
 @settings(max_examples=30)
 @given(LENGTHS, ROW, st.sampled_from(["split", "fit"]))
-def test_a_micro_batch_of_several_rows_keeps_each_as_it_is(lengths, row_length, packing):
+def test_micro_batch_of_several_rows_keeps_every_row_unchanged(lengths, row_length, packing):
     data = dataset_of(lengths, row_length, packing, masked=True)
     rows = [data.sample(number) for number in range(3)]
     batch = MicroBatch.cat(rows)
@@ -187,7 +187,7 @@ def test_a_micro_batch_of_several_rows_keeps_each_as_it_is(lengths, row_length, 
 
 
 @given(LENGTHS, st.integers(1, 5))
-def test_rows_of_a_micro_batch_are_of_like_lengths_and_none_is_lost(lengths, micro_batch):
+def test_micro_batch_groups_rows_of_similar_length_and_loses_none(lengths, micro_batch):
     order = in_like_lengths(lengths, micro_batch)
     assert sorted(order) == list(range(len(lengths)))
     groups = [order[at : at + micro_batch] for at in range(0, len(order), micro_batch)]
@@ -197,7 +197,7 @@ def test_rows_of_a_micro_batch_are_of_like_lengths_and_none_is_lost(lengths, mic
 
 
 @given(LENGTHS, st.integers(2, 40), st.integers(0, 5))
-def test_without_packing_every_document_or_piece_of_one_has_a_row_of_its_own_length(lengths, longest, seed):
+def test_unpacked_documents_have_rows_of_their_own_length(lengths, longest, seed):
     pieces = [min(longest, length - at) for length in lengths for at in range(0, length, longest)]
     assume(max(pieces) > 1)
     data = dataset_of(lengths, longest, "none", seed=seed)
@@ -209,9 +209,7 @@ def test_without_packing_every_document_or_piece_of_one_has_a_row_of_its_own_len
 
 
 @given(LENGTHS, st.integers(2, 40), st.integers(0, 5), st.booleans(), st.integers(1, 200), st.data())
-def test_balanced_steps_show_every_document_once_in_an_epoch_and_go_on_in_the_middle(
-    lengths, longest, seed, masked, tokens, draw
-):
+def test_balanced_steps_yield_every_document_once_and_start_anywhere(lengths, longest, seed, masked, tokens, draw):
     """Steps of any size, by whoever starts anywhere: no document twice and none left out, but those of which nothing
     is learned. A long one comes in pieces.
     """

@@ -32,7 +32,7 @@ SPEEDS = st.lists(st.sampled_from([1.0, 0.5, 0.7, 0.25]), min_size=1, max_size=4
 
 
 @given(count=st.integers(0, 12), speeds=SPEEDS, least=st.integers(0, 1))
-def test_no_other_numbers_are_over_sooner(count: int, speeds: list[float], least: int) -> None:
+def test_by_speed_minimizes_the_time_of_the_slowest_device(count: int, speeds: list[float], least: int) -> None:
     count += least * len(speeds)
     each = by_speed(count, speeds, least=least)
     assert sum(each) == count and min(each) >= least
@@ -41,12 +41,12 @@ def test_no_other_numbers_are_over_sooner(count: int, speeds: list[float], least
     assert max(n / s for n, s in zip(each, speeds, strict=True)) == pytest.approx(best)
 
 
-def test_a_million_works_are_dealt_at_once() -> None:
+def test_by_speed_deals_a_million_items_exactly() -> None:
     assert by_speed(1_000_000, (1.0, 0.5, 0.5)) == [500_000, 250_000, 250_000]
 
 
 @given(count=st.integers(0, 40), world=st.integers(1, 4), ranks=st.integers(1, 2))
-def test_alike_is_as_without(count: int, world: int, ranks: int) -> None:
+def test_equal_speeds_share_micro_batches_as_without_speeds(count: int, world: int, ranks: int) -> None:
     world *= ranks
     assert share_micro_batches(count, world, ranks, (0.5,) * world) == share_micro_batches(count, world, ranks)
     base, extra = divmod(count, world // ranks)
@@ -63,7 +63,7 @@ def test_alike_is_as_without(count: int, world: int, ranks: int) -> None:
     offloaded=st.booleans(),
 )
 @settings(deadline=None, max_examples=30)
-def test_schedules_are_right_and_slow_devices_have_less_in_every_round(
+def test_slow_devices_compute_fewer_micro_batches_in_every_round(
     name: str, count: int, each: int, speeds: list[float], offloaded: bool
 ) -> None:
     layers = 4 if offloaded and name != "weipipe" else 0
@@ -80,7 +80,7 @@ def test_schedules_are_right_and_slow_devices_have_less_in_every_round(
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in NAMES])
 @pytest.mark.parametrize("stages", quick_ones(("nodes", "locals"), ["locals"]))
-def test_pipelines_are_right(name: str, stages: str) -> None:
+def test_pipelines_with_device_speeds_are_verified(name: str, stages: str) -> None:
     even = name == "interleaved-1f1b"  # which wants groups of one size in every pipeline
     every = (("2x1,2x0.5", 7), ("1,0.5,1,0.5", 4), ("1,0.5,0.7,0.25", 9))
     for speeds, count in every[:2] if even else every:
@@ -91,7 +91,7 @@ def test_pipelines_are_right(name: str, stages: str) -> None:
         assert sorted(numbers) == list(range(count))
 
 
-def test_stages_and_pipelines_are_as_large_as_their_devices_are_fast() -> None:
+def test_stages_and_pipelines_are_sized_by_device_speed() -> None:
     def layers(schedule: Schedule, blocks: int) -> list[int]:
         step = schedule.step
         return [sum(0 < b <= blocks for b in mine) for mine in step.strategy.computes(step)]
@@ -108,14 +108,14 @@ def test_stages_and_pipelines_are_as_large_as_their_devices_are_fast() -> None:
     assert positions.speeds((1.0, 1.0, 0.5, 0.5)) == (2.0, 1.0) and positions.speeds(()) == ()
 
 
-def test_rows_of_sets_go_by_the_slowest_of_a_set() -> None:
+def test_context_parallel_group_is_as_fast_as_its_slowest_rank() -> None:
     given = ScheduleSettings(sequence_ranks=2, device_speeds="1,0.5,1,1")
     shares = share_in_sets(6, Topology.grid(2, 2), given)
     assert shares == ((0, 1), (0, 1), (2, 3, 4, 5), (2, 3, 4, 5))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_documents_are_dealt_by_speed(seed: int) -> None:
+def test_documents_are_dealt_by_device_speed(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [min(98_304, max(32, int(draw.lognormvariate(6.35, 2.33)))) for _ in range(1500)]
     for speeds, ranks in (((1.0, 1.0, 0.5, 0.5), 1), ((1.0, 0.5, 1.0, 0.5, 0.25, 0.25), 1), ((1.0, 1.0, 0.5, 0.5), 2)):
@@ -132,7 +132,7 @@ def test_documents_are_dealt_by_speed(seed: int) -> None:
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-step", "hsdp", "flat", "1f1b", "generated"])
 @pytest.mark.parametrize("speeds", [pytest.param("2x1,2x0.5", marks=pytest.mark.slow), "1,0.5,1,0.5"])
-def test_the_clock_of_two_kinds_reaches_nine_tenths_of_their_speeds(strategy: str, speeds: str) -> None:
+def test_simulated_step_reaches_nine_tenths_of_the_combined_speed(strategy: str, speeds: str) -> None:
     """And two thirds where all have as much to do."""
     layers, count = 12, 48
     each = 16 if strategy not in ("1f1b", "generated") else 1
@@ -159,7 +159,7 @@ def test_the_clock_of_two_kinds_reaches_nine_tenths_of_their_speeds(strategy: st
         ("1,0.7,0.35,0.35", 1, 72, (8, 16, 2.875)),  # which repeat only after thirty rounds
     ],
 )
-def test_a_long_step_is_played_as_a_short_one(
+def test_long_step_time_is_extrapolated_from_two_short_steps(
     speeds: str, each: int, count: int, played: tuple[int, int, float]
 ) -> None:
     step = step_for(llama(4), Topology.grid(2, 2), count, micro_batches_per_visit=each, device_speeds=speeds)
@@ -175,24 +175,24 @@ def test_a_long_step_is_played_as_a_short_one(
 
 
 @pytest.mark.parametrize("text", ["0", "1,-1", "1,nan", "1,inf", "fast", "x", "0x1", "1x1x1", "9999999999x1"])
-def test_what_are_no_speeds_is_refused(text: str) -> None:
+def test_invalid_device_speeds_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"schedule\.device_speeds: got .*; a number above 0 for every process"):
         parse_speeds(text)
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "1f1b"])
 @pytest.mark.parametrize("text", ["1,0.5", "5x1"])
-def test_as_many_speeds_as_processes(strategy: str, text: str) -> None:
+def test_number_of_device_speeds_must_equal_the_processes(strategy: str, text: str) -> None:
     with pytest.raises(UserError, match=r"schedule\.device_speeds: got .*; 4 speeds, one for every process"):
         make(llama(4), 2, 2, 4, strategy=strategy, device_speeds=text)
 
 
-def test_a_device_that_is_hardly_any_is_to_be_left_out() -> None:
+def test_device_twenty_times_slower_is_refused() -> None:
     with pytest.raises(UserError, match=r"device_speeds: got '1,0.04'; none that is 20 times as slow"):
         make(llama(4), 1, 2, 4, device_speeds="1,0.04")
 
 
-def test_speeds_are_relative_and_none_where_alike() -> None:
+def test_speeds_are_relative_and_empty_if_equal() -> None:
     topology = Topology.grid(1, 2)
     assert speeds_of(ScheduleSettings(device_speeds="3,6"), topology) == (0.5, 1.0)
     assert speeds_of(ScheduleSettings(device_speeds="2x7"), topology) == ()
