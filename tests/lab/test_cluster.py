@@ -56,7 +56,7 @@ def left_of(name: str) -> list[str]:
 # Rates
 
 
-def test_one_rate_is_for_all_nodes_and_several_are_for_each() -> None:
+def test_single_rate_applies_to_all_nodes_and_several_to_each() -> None:
     assert parse_rates("400mbit", nodes=3) == (400 * MB,) * 3
     assert parse_rates("1.5Gbit, 200mbit/s,none", nodes=3) == (1500 * MB, 200 * MB, None)
     assert parse_rates(None, nodes=2) == parse_rates("none", nodes=2) == (None, None)
@@ -66,7 +66,7 @@ def test_one_rate_is_for_all_nodes_and_several_are_for_each() -> None:
 @pytest.mark.parametrize(
     "text", ["", "fast", "400", "400mb", "400mbps", "-1mbit", "0mbit", "1kbit", "1000gbit", "1e3mbit"]
 )
-def test_what_is_no_rate_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_link_rate_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "up", "--nodes", "2", f"--rate={text}"]) == 2
     assert f"--rate: got {text!r}; a number with kbit, mbit or gbit" in capsys.readouterr().err
 
@@ -82,7 +82,7 @@ def test_what_is_no_rate_is_refused(text: str, capsys: pytest.CaptureFixture[str
         (["up", "--", "ls"], "`tawpipe lab up` runs no command"),
     ],
 )
-def test_wrong_settings_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_lab_settings_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", *words]) == 2
     assert said in capsys.readouterr().err
 
@@ -92,7 +92,7 @@ def test_wrong_settings_are_named(words: list[str], said: str, capsys: pytest.Ca
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere the message is about Linux")
 @pytest.mark.parametrize("words", [["up"], ["down"], ["exec", "0", "--", "true"]])
-def test_without_root_or_iproute2_the_command_says_so(
+def test_lab_refuses_to_run_without_root_or_iproute2(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -112,7 +112,7 @@ def test_without_root_or_iproute2_the_command_says_so(
         ("RTNETLINK answers: Operation not permitted", "root with the right to make networks"),
     ],
 )
-def test_a_kernel_that_refuses_is_a_user_error_and_nothing_stays(
+def test_kernel_error_is_a_user_error_and_leaves_no_cluster(
     complaint: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tc").write_text(f"#!/bin/sh\necho '{complaint}' >&2\nexit 2\n")
@@ -166,7 +166,7 @@ def cluster(namespaces: None) -> Iterator[Cluster]:
 
 
 @needs_network
-def test_links_are_no_faster_than_asked_and_counted_and_nodes_are_faster(cluster: Cluster, tmp_path: Path) -> None:
+def test_links_stay_below_their_rate_are_counted_and_nodes_are_faster(cluster: Cluster, tmp_path: Path) -> None:
     slow, fast = 4 << 20, 256 << 20
     plan = [(0, 1, fast), (0, 4, 2 * slow), (0, 2, slow), (2, 0, slow)]
     before = list(map(network.traffic, cluster.nodes))
@@ -186,7 +186,7 @@ def test_links_are_no_faster_than_asked_and_counted_and_nodes_are_faster(cluster
 
 
 @needs_network
-def test_no_message_passes_an_idle_link_in_no_time(cluster: Cluster) -> None:
+def test_token_bucket_of_a_link_holds_at_most_two_milliseconds(cluster: Cluster) -> None:
     """What the bucket of a link holds takes a few milliseconds of it, and the packets that come are no larger."""
     sizes = []
     for node, rate in enumerate([25 * MB, 12.5 * MB, 25 * MB]):
@@ -199,7 +199,7 @@ def test_no_message_passes_an_idle_link_in_no_time(cluster: Cluster) -> None:
 
 
 @needs_network
-def test_two_clusters_stand_side_by_side(cluster: Cluster) -> None:
+def test_two_clusters_exist_side_by_side(cluster: Cluster) -> None:
     with Cluster.create(1, rate=None, name=f"{PREFIX}b") as other:
         other.launch(["true"], local=2, timeout_s=60)
         assert len(left_of(f"{PREFIX}a")) == 4 and len(left_of(f"{PREFIX}b")) == 2
@@ -219,7 +219,7 @@ Path(os.environ["OUT"], os.environ["RANK"]).write_text(json.dumps(seen))
 
 
 @needs_network
-def test_workers_see_the_nodes_of_a_cluster(cluster: Cluster, tmp_path: Path) -> None:
+def test_workers_see_the_ranks_and_network_of_their_cluster_node(cluster: Cluster, tmp_path: Path) -> None:
     cluster.launch([sys.executable, "-c", LOOK, "word"], local=2, env={"OUT": str(tmp_path)}, timeout_s=60)
     for rank in range(6):
         seen = json.loads((tmp_path / str(rank)).read_text())
@@ -233,13 +233,13 @@ def test_workers_see_the_nodes_of_a_cluster(cluster: Cluster, tmp_path: Path) ->
         assert Traffic(**seen["counted"]) == network.traffic(cluster.nodes[rank // 2])
 
 
-def test_a_process_outside_has_no_link_to_count() -> None:
+def test_process_outside_the_cluster_has_no_link_counters() -> None:
     with pytest.raises(RunError, match="runs in no node"):
         own_traffic()
 
 
 @needs_network
-def test_a_worker_that_fails_ends_the_others_and_is_named(
+def test_failing_worker_is_named_and_ends_the_others(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = (
@@ -256,7 +256,7 @@ def test_a_worker_that_fails_ends_the_others_and_is_named(
 
 
 @needs_network
-def test_a_launch_that_hangs_is_ended(cluster: Cluster, tmp_path: Path) -> None:
+def test_hanging_launch_is_ended(cluster: Cluster, tmp_path: Path) -> None:
     code = f"import time; time.sleep(60); open(r'{tmp_path}/late', 'w')"
     with pytest.raises(RunError, match=r"^not done after 0\.5 s: rank \d .*SIGALRM"):
         cluster.launch([sys.executable, "-c", code], local=1, timeout_s=0.5)
@@ -268,7 +268,7 @@ def test_a_launch_that_hangs_is_ended(cluster: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_network
-def test_up_exec_down_and_nobody_elses_things_are_touched() -> None:
+def test_up_exec_and_down_leave_foreign_namespaces_untouched() -> None:
     name = f"{PREFIX}c"
     strangers, bridge = [f"{name}-other0", f"{name}x0", f"{name}"], f"tp{os.getpid()}"
     for stranger in strangers:
@@ -340,7 +340,7 @@ def test_signals_end_the_processes_and_remove_the_cluster(
 
 @needs_network
 @pytest.mark.parametrize("remedy", ["down", "up"])
-def test_what_a_killed_holder_leaves_is_removed(remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftovers_of_a_killed_holder_are_removed(remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"{PREFIX}e"
     holder, family = start_holder(name, tmp_path, monkeypatch)
     refused = run_lab("up", "--name", name)
@@ -390,7 +390,7 @@ def test_a_signal_during_the_clean_up_waits_for_its_end(monkeypatch: pytest.Monk
 
 
 @needs_network
-def test_half_a_cluster_is_none() -> None:
+def test_incomplete_cluster_is_refused() -> None:
     with Cluster.create(2, rate=None, name=f"{PREFIX}h") as half:
         ip("netns", "delete", half.nodes[0])
         with pytest.raises(UserError, match="a cluster that is up"):

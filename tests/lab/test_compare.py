@@ -65,7 +65,7 @@ needs_tc = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_tc
-def test_the_smoke_suite(tmp_path, capsys):
+def test_smoke_suite_measures_times_within_bounds_and_predicted_bytes(tmp_path, capsys):
     assert main(["lab", "compare", "--suite", "smoke", "--samples", "2", "--out", str(tmp_path)]) == 0
     content = json.loads((tmp_path / "results.json").read_text())
     assert {"versions", "machine", "command", "date"} <= content["environment"].keys()
@@ -84,7 +84,7 @@ def test_the_smoke_suite(tmp_path, capsys):
 
 @needs_tc
 @pytest.mark.slow
-def test_strategies_alone_and_their_timelines(tmp_path):
+def test_suite_with_alone_runs_every_strategy_separately_with_its_traces(tmp_path):
     """Every strategy in a launch of its own; one that does not run is given no timeline of another."""
     cell = {"name": "c", "nodes": 1, "local": 1, "rate": "none", "workload": WORKLOAD}
     broken = {"strategy": "weipipe", "knobs": {"no_such_knob": 1}}
@@ -106,7 +106,7 @@ def test_strategies_alone_and_their_timelines(tmp_path):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in shipped_suites()]
 )
-def test_every_suite_can_be_read_and_bounded(name):
+def test_every_suite_is_read_and_has_ordered_bounds(name):
     suite = load_suite(name)
     least = min(suite.cells, key=lambda cell: cell.nodes * cell.local)
     cells = (least,) if name in LARGE else (suite.cells[0], suite.cells[-1])
@@ -124,7 +124,7 @@ def test_every_suite_can_be_read_and_bounded(name):
 
 
 @pytest.mark.parametrize("strategy", [row for row in ours.rows() if row not in ours.BALANCED])
-def test_every_strategy_of_ours_makes_a_proved_schedule(strategy):
+def test_every_strategy_of_ours_makes_a_verified_schedule(strategy):
     verify(ours.schedule_of(strategy, TIMED, Topology.grid(2, 2), {}))
 
 
@@ -150,7 +150,7 @@ def test_mistakes_in_suites_are_named(tmp_path):
         load_suite("smoke").only(["nobody"])
 
 
-def test_a_cell_may_have_strategies_of_its_own():
+def test_cell_may_have_its_own_strategies():
     good = {"name": "c", "nodes": 1, "local": 1, "rate": "none", "workload": WORKLOAD}
     found = {"strategy": "solved", "knobs": {"recompute": "none"}, "searched": {"order": "x"}}
     cells = [{**good, "strategies": [found]}, {**good, "name": "d"}]
@@ -172,7 +172,7 @@ def test_an_unknown_strategy_or_knob_is_named():
             refuse()
 
 
-def test_an_order_is_found_before_ranks_run_it():
+def test_found_pipeline_order_fits_the_memory_capacity():
     """What fits into the room keeps no more, and what does not is refused by name."""
     limited, topology = replace(TIMED, layers=4, room=2.5, host_s=0.001), Topology.grid(2, 2)
     for row in ("1f1b-fitted", "solved"):
@@ -189,7 +189,7 @@ def test_an_order_is_found_before_ranks_run_it():
     assert ours.found_for("1f1b-ours", limited, topology, {}) == {}
 
 
-def test_orders_are_made_for_the_links_of_a_cell():
+def test_pipeline_orders_are_made_for_the_links_of_a_cell():
     slow = LinkModel(TIMED.activation_bytes / 0.5)
     found = parse_times(ours.found_for("zero-bubble", TIMED, Topology.grid(2, 2), {}, slow)["block_times"])
     assert found.hop == 500_000 and found.near_hop < 1000 and found.nodes == (0, 0, 1, 1)
@@ -200,7 +200,7 @@ def test_orders_are_made_for_the_links_of_a_cell():
 
 
 @pytest.mark.parametrize("row", [row for row, strategy in ours.rows().items() if strategy in ours.RIVAL_OF])
-def test_stages_of_ours_are_balanced_as_a_rival_s_are(row):
+def test_our_pipeline_stages_are_balanced_as_a_rival_balances(row):
     cell = load_suite("mixed-layers").cells[0]
     work, topology, rival = cell.workload, Topology.grid(cell.nodes, cell.local), ours.RIVAL_OF[ours.rows()[row]]
     assert isinstance(work, TimedWorkload)
@@ -217,7 +217,7 @@ def test_stages_of_ours_are_balanced_as_a_rival_s_are(row):
     assert "balance" not in ours.settings_of(row, {}).spelled_out()
 
 
-def test_a_balance_that_cannot_be_is_refused():
+def test_impossible_balance_is_refused():
     for row, knobs in (
         ("1f1b-ours", {"balance": "no"}),
         ("generated", {"balance": "cost"}),
@@ -229,7 +229,7 @@ def test_a_balance_that_cannot_be_is_refused():
         ours.schedule_of("1f1b-ours", TIMED, Topology.grid(1, 2), {"stages": "world:0,4@0,1", "balance": "cost"})
 
 
-def test_every_strategy_has_a_row_and_a_row_is_settings():
+def test_every_strategy_has_a_lab_row_with_its_settings():
     """A rival's row keeps the strategy's name where both have it."""
     assert set(ours.rows().values()) == set(strategies())
     for name, row in ours.OWN_NAMES.items():
@@ -245,13 +245,13 @@ def test_every_strategy_has_a_row_and_a_row_is_settings():
 
 
 @pytest.mark.parametrize("row", ours.rows())
-def test_what_a_row_ran_with_is_read_back(row):
+def test_settings_of_a_row_read_back_equal(row):
     settings = ours.settings_of(row, {"parts_per_layer": 2, "clip_norm": None, "recompute": "none"})
     assert ours.settings_of(row, settings.spelled_out()) == settings
 
 
 @pytest.mark.parametrize("row", ["no-grouping", "no-overlap"])
-def test_what_a_row_leaves_out(row):
+def test_ablation_rows_leave_out_grouping_or_overlap(row):
     """As many nodes as processes; or nothing beside computing. Both bring every visit anew."""
     grouped = ours.schedule_of("tawpipe-spread", TIMED, Topology.grid(2, 2), {"reuse": False})
     without = ours.schedule_of(row, TIMED, Topology.grid(2, 2), {})
@@ -266,7 +266,7 @@ def test_what_a_row_leaves_out(row):
     assert far(without) > far(grouped) if row == "no-grouping" else far(without) == far(grouped)
 
 
-def test_cells_that_were_measured_are_kept_and_others_are_not(tmp_path, monkeypatch):
+def test_resumed_comparison_measures_only_missing_cells(tmp_path, monkeypatch):
     suite = load_suite("smoke")
     first = suite.cells[0]
     suite = replace(suite, cells=(first, replace(first, name="second")))

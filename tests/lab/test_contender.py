@@ -37,13 +37,13 @@ class Knobs:
     kind: str = "a"
 
 
-def test_knobs_are_read_and_unknown_ones_refused_with_those_that_there_are() -> None:
+def test_unknown_knob_is_refused_with_the_known_knobs() -> None:
     assert read_settings(Knobs, "some", {"depth": 3}) == Knobs(3)
     with pytest.raises(UserError, match="knob of some: got 'dept'; one of depth, kind"):
         read_settings(Knobs, "some", {"dept": 3})
 
 
-def test_a_rival_gets_shapes_that_it_can_share_out() -> None:
+def test_rival_refuses_micro_batches_and_topologies_that_it_cannot_shard() -> None:
     work = TimedWorkload(**WORKLOAD)
     check_sharding("fsdp2", work, Topology.grid(2, 2), 2)
     with pytest.raises(UserError, match="micro_batches: got 8; fsdp2 needs a multiple of 12"):
@@ -63,7 +63,7 @@ def shares(name: str, topology: Topology, count: int = 16, **knobs: Any) -> Any:
     return sharded_traffic(name, count, topology, knobs, first=0.25, last=0.125)
 
 
-def test_what_rivals_that_shard_pass_between_nodes() -> None:
+def test_shares_count_what_sharding_rivals_send_between_nodes() -> None:
     grid = Topology.grid(2, 4)
     plain, tree = shares("fsdp2", grid), shares("fsdp2-hierarchical", grid)
     assert (plain.rounds, plain.forward, tree.forward) == (2, 7 / 8, 1 / 2)
@@ -79,7 +79,7 @@ def test_what_rivals_that_shard_pass_between_nodes() -> None:
 
 
 @pytest.mark.parametrize(("name", "each"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zbv", 2)])
-def test_activations_cross_the_borders_between_nodes_and_no_others(name: str, each: int) -> None:
+def test_pipeline_activations_count_only_at_borders_between_nodes(name: str, each: int) -> None:
     grid = Topology.grid(2, 2)
     assert stages_per_rank(name) == each
     ranks, nodes = ranks_of_stages(name, 4, each), nodes_of_stages(name, grid, each)
@@ -92,7 +92,7 @@ def test_activations_cross_the_borders_between_nodes_and_no_others(name: str, ea
 # what they train
 
 
-def test_a_task_is_the_same_model_and_the_same_batches_in_whatever_parts() -> None:
+def test_timed_task_has_equal_model_and_batches_in_whatever_parts() -> None:
     work = TimedWorkload(**{**WORKLOAD, "forward_s": 0.0, "backward_input_s": 0.0, "backward_weight_s": 0.0})
     task, other = task_of(work, BusyTime()), task_of(work, BusyTime())
     parts = list(task.parts())
@@ -109,7 +109,7 @@ def test_a_task_is_the_same_model_and_the_same_batches_in_whatever_parts() -> No
     assert sum(p.numel() for p in model.parameters()) == LAYERS * work.layer_bytes // 4
 
 
-def test_a_contender_sleeps_for_all_of_its_workload_and_leaves_no_activation_behind() -> None:
+def test_contender_sleeps_for_its_whole_workload_and_keeps_no_activation() -> None:
     work = TimedWorkload(**{**WORKLOAD, "forward_s": 0.0002, "backward_input_s": 0.0004, "backward_weight_s": 0.0002})
     for name in ("tawpipe-spread", "hsdp-ours"):
         made = OurContender(name, work, Topology.grid(1, 1), 0)
@@ -127,7 +127,7 @@ def test_a_contender_sleeps_for_all_of_its_workload_and_leaves_no_activation_beh
             made.close()
 
 
-def test_a_device_holds_what_kinds_of_layers_keep_and_says_the_most() -> None:
+def test_device_holds_the_graph_bytes_of_its_layers_and_reports_the_peak() -> None:
     times = {"forward_s": 1e-4, "backward_input_s": 2e-4, "backward_weight_s": 1e-4}
     kinds = {"kinds": {"n": {"graph_bytes": 40_000}}, "pattern": "n" + "-" * (LAYERS - 1)}
     work = TimedWorkload(**{**WORKLOAD, **times, **kinds})
@@ -174,7 +174,7 @@ class Layer(nn.Module):
         return x * self.weight
 
 
-def test_keys_travel_while_a_layer_computes_and_once_more_for_its_backward_pass(monkeypatch) -> None:
+def test_keys_are_gathered_for_forward_and_again_for_backward(monkeypatch) -> None:
     lanes: Any = Noted()
     keys, layer = KeysOfAll(lanes, Topology.grid(2, 1), 400), Layer(lanes.log)
     asked: list[str] = []
@@ -193,7 +193,7 @@ def test_keys_travel_while_a_layer_computes_and_once_more_for_its_backward_pass(
     assert torch.equal(x.grad, torch.full((5, 2), 3.0)) and layer.weight.grad == 10  # type: ignore[arg-type]
 
 
-def test_homes_in_the_host_s_memory_pass_for_real() -> None:
+def test_host_homes_stream_updates_in_the_lab() -> None:
     contender = OurContender("tawpipe-spread", TimedWorkload(**WORKLOAD), Topology.grid(1, 1), 0, host_homes="state")
     storage, streaming = contender._executor.storage, contender._executor.streaming
     storage.master[0].fill_(1.0)
@@ -203,7 +203,7 @@ def test_homes_in_the_host_s_memory_pass_for_real() -> None:
     contender.close()
 
 
-def test_updates_bring_the_weights_of_a_run_that_was_recorded(tmp_path) -> None:
+def test_recorded_weights_are_replayed_forward_and_back(tmp_path) -> None:
     """To its end and back; twice as many elements in as many bytes."""
     weights = torch.randn(4, 900).bfloat16()
     torch.save(weights, tmp_path / "1e-05.pt")
@@ -219,7 +219,7 @@ def test_updates_bring_the_weights_of_a_run_that_was_recorded(tmp_path) -> None:
         OurContender("tawpipe-step", TimedWorkload(**WORKLOAD), Topology.grid(1, 1), 0, changes="none.pt")
 
 
-def test_steps_in_a_row_are_measured_as_their_mean_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_in_a_row_are_drained_once_and_reported_as_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of their work is done, nothing of them is under way at the end, and only there is anything awaited."""
     monkeypatch.setattr(worker, "_gather", lambda value: [value])
     monkeypatch.setattr(worker, "own_traffic", lambda: Traffic(0, 0))

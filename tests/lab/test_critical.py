@@ -62,7 +62,7 @@ def scope_bounds(
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_the_workload_is_a_model_that_can_be_scheduled(strategy):
+def test_workload_of_every_strategy_is_scheduled_and_verified(strategy):
     verify(schedule_of(workload(), THREE_BY_TWO, strategy, micro_batches_per_visit=2))
 
 
@@ -74,7 +74,7 @@ def test_the_workload_is_a_model_that_can_be_scheduled(strategy):
     duplex=st.booleans(),
     update_s=st.sampled_from([0.0, 1e-8]),
 )
-def test_physical_bound_dependency_bound_and_clock_are_in_order(shape, rate, latency, duplex, update_s):
+def test_physical_bound_is_below_dependency_bound_and_simulated_time(shape, rate, latency, duplex, update_s):
     work = workload(sum(map(len, shape.micro_batches)), layers=shape.model.num_layers)
     between = LinkModel(rate, latency, duplex)
     costs = workload_costs(work, between=between, inside=LinkModel(2e9), update_s=update_s)
@@ -103,7 +103,7 @@ def test_physical_bound_dependency_bound_and_clock_are_in_order(shape, rate, lat
     assert steady <= (steps.step_ends[3] - steps.step_ends[0]) / 3 * (1 + 1e-9)
 
 
-def test_the_bounds_of_one_device_are_its_computing():
+def test_bounds_of_one_device_equal_its_computing_time():
     work = workload(4, layers=3)
     costs = workload_costs(work, between=LINK, inside=LINK)
     bounds = schedule_bounds(schedule_of(work, Topology.grid(1, 1)), costs)
@@ -112,7 +112,7 @@ def test_the_bounds_of_one_device_are_its_computing():
         assert shipped_bounds(name, work, Topology.grid(1, 1), LINK).dependency_s == pytest.approx(work.compute_s)
 
 
-def test_dependencies_show_the_edges_of_a_step():
+def test_dependency_bound_adds_first_gather_and_last_reduction():
     """Compute-bound: the first layer's weights (two thirds of 8 MB) come first, its gradients leave last; a layer's
     gather and reduction inside the node besides."""
     work = workload()
@@ -124,7 +124,7 @@ def test_dependencies_show_the_edges_of_a_step():
     assert scope_bounds(work, THREE_BY_TWO, LINK, each=2).dependency_s == (pytest.approx(9.6 + 2 * edge))
 
 
-def test_keeping_weights_for_a_step_is_bound_by_its_first_and_last_pass():
+def test_kept_weights_are_bounded_by_the_first_and_last_pass():
     """Link-bound, four rounds: all weights come during the first forward pass, all gradients leave during the last
     backward pass. 96 MB x 2/3 at 50 MB/s each way is 1.28 s, in which 11 layers' passes of 0.025 and 0.075 s hide."""
     work = workload(24, scale=0.25)
@@ -135,7 +135,7 @@ def test_keeping_weights_for_a_step_is_bound_by_its_first_and_last_pass():
     assert visit.physical_s == pytest.approx(4 * 3 * 1.28)
 
 
-def test_a_ring_over_all_devices_sends_a_quarter_more_than_a_hierarchy():
+def test_flat_ring_sends_a_quarter_more_than_a_hierarchy():
     """(P-1)/P against 1 - 1/D at 3 x 2. Of what torch ships, two rounds keep the last layer twice, the first once."""
     work = workload()
     flat, spread = (
@@ -151,7 +151,7 @@ def test_a_ring_over_all_devices_sends_a_quarter_more_than_a_hierarchy():
     )
 
 
-def test_knobs_of_the_sharding_rivals_change_what_crosses():
+def test_knobs_of_sharding_rivals_change_the_bytes_sent_between_nodes():
     work = workload(24)
 
     def sent(name, **knobs):
@@ -166,7 +166,7 @@ def test_knobs_of_the_sharding_rivals_change_what_crosses():
     assert sent("hsdp") == pytest.approx(2 * 2 / 3)
 
 
-def test_pipelines_have_their_bubbles():
+def test_pipeline_bounds_include_their_bubbles():
     """(M + (P-1)/v) / M of the computing, and activations over the borders; ZBV fills the end with weight gradients."""
     work = TimedWorkload(12, 8_000_000, 0.1, 0.2, 0.1, 12, 0)
     bounds = {name: shipped_bounds(name, work, THREE_BY_TWO, LINK) for name in PIPELINES}
@@ -185,7 +185,7 @@ def test_pipelines_send_activations_over_the_borders_of_their_nodes():
     assert shipped_bounds("zbv", work, THREE_BY_TWO, LINK).sent_bytes == (2 * one, 4 * one, 2 * one)
 
 
-def test_the_bounds_lie_below_the_first_readings():
+def test_bounds_are_below_measured_step_times():
     """Seconds per step that were measured in such a cluster, with 400 Mbit/s between the nodes."""
     work = workload()
     readings = {"fsdp2": 25.65, "hsdp": 14.03, "1f1b": 14.43, "interleaved-1f1b": 12.57, "zbv": 12.05}
@@ -193,7 +193,7 @@ def test_the_bounds_lie_below_the_first_readings():
         assert 9.6 <= shipped_bounds(name, work, THREE_BY_TWO, LINK).dependency_s <= seconds
 
 
-def test_unknown_names_are_named():
+def test_unknown_strategy_name_is_named():
     with pytest.raises(UserError, match="strategy"):
         shipped_bounds("gpipe", workload(), THREE_BY_TWO, LINK)
 

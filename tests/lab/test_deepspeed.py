@@ -130,7 +130,7 @@ def alternated(pool: WorkerPool) -> list[dict[str, dict[str, Any]]]:
 
 @needs_deepspeed
 @pytest.mark.parametrize("title", CONTENDERS)
-def test_it_trains_as_fsdp2_does(alternated: list[dict[str, dict[str, Any]]], title: str) -> None:
+def test_deepspeed_trains_as_fsdp2_does(alternated: list[dict[str, dict[str, Any]]], title: str) -> None:
     share = TimedWorkload(**WORKLOAD).compute_s / WORLD
     for rank in alternated:
         found = rank[title]
@@ -141,7 +141,7 @@ def test_it_trains_as_fsdp2_does(alternated: list[dict[str, dict[str, Any]]], ti
 
 
 @needs_deepspeed
-def test_it_gathers_what_the_bounds_count(alternated: list[dict[str, dict[str, Any]]]) -> None:
+def test_deepspeed_gathers_as_often_as_the_bounds_count(alternated: list[dict[str, dict[str, Any]]]) -> None:
     """Layers over all ranks and inside the node; two rounds where a gather serves one micro-batch."""
     expected = {
         "zero3": (2 * (2 * LAYERS - 1), 0),
@@ -156,7 +156,7 @@ def test_it_gathers_what_the_bounds_count(alternated: list[dict[str, dict[str, A
 
 
 @needs_deepspeed
-def test_gathers_are_under_way_while_it_computes(alternated: list[dict[str, dict[str, Any]]]) -> None:
+def test_deepspeed_gathers_run_while_a_layer_computes(alternated: list[dict[str, dict[str, Any]]]) -> None:
     for rank in alternated:
         ahead = {title: rank[title]["ahead"] for title in CONTENDERS}
         assert (ahead["zero3 without prefetch"], ahead["zero3"], ahead["zero-hpz"]) == (0, 1, 1)
@@ -164,7 +164,7 @@ def test_gathers_are_under_way_while_it_computes(alternated: list[dict[str, dict
 
 
 @needs_deepspeed
-def test_without_an_optimizer_weights_stay(pool: WorkerPool) -> None:
+def test_deepspeed_weights_are_unchanged_without_an_optimizer(pool: WorkerPool) -> None:
     assert max(pool.run_once(f"{__name__}:step_without_optimizer", 1, 2)) < 1e-8
 
 
@@ -179,7 +179,7 @@ def test_without_an_optimizer_weights_stay(pool: WorkerPool) -> None:
         ("zero-hpz", {}, {}, (1, 4), "topology"),
     ],
 )
-def test_settings_that_cannot_work_are_named(
+def test_impossible_deepspeed_settings_are_named(
     name: str, knobs: dict[str, Any], change: dict[str, Any], shape: tuple[int, int], setting: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -187,7 +187,7 @@ def test_settings_that_cannot_work_are_named(
     assert caught.value.setting == setting
 
 
-def test_without_deepspeed_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -195,7 +195,7 @@ def test_without_deepspeed_the_package_is_named(monkeypatch: pytest.MonkeyPatch)
         make("zero3", TimedWorkload(**WORKLOAD), Topology.grid(2, 2), 0)
 
 
-def test_what_crosses_between_nodes() -> None:
+def test_bounds_count_the_bytes_of_deepspeed_between_nodes() -> None:
     work, link, topology = TimedWorkload(12, 8_000_000, 0.1, 0.2, 0.1, 24, 0), LinkModel(50e6), Topology.grid(3, 2)
 
     def sent(name: str, **knobs: Any) -> float:

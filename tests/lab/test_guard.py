@@ -16,7 +16,7 @@ from tawpipe_lab.cluster.guard import claimed, signals_held, signals_raise
 NAME = f"guard-{os.getpid()}"
 
 
-def test_a_name_is_claimed_once_and_free_again_after_an_error() -> None:
+def test_cluster_name_is_claimed_once_and_released_after_an_error() -> None:
     with pytest.raises(RuntimeError), claimed(NAME):
         with pytest.raises(UserError, match=rf"--name: got '{NAME}'; .*process {os.getpid()} is using"), claimed(NAME):
             pass
@@ -28,7 +28,7 @@ def test_a_name_is_claimed_once_and_free_again_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_end_a_process_by_way_of_its_clean_up(number: signal.Signals) -> None:
+def test_signals_end_a_process_after_its_clean_up(number: signal.Signals) -> None:
     before = signal.signal(number, signal.SIG_DFL)
     try:
         cleaned = []
@@ -43,7 +43,7 @@ def test_signals_end_a_process_by_way_of_its_clean_up(number: signal.Signals) ->
         signal.signal(number, before)
 
 
-def test_handlers_of_others_stay() -> None:
+def test_existing_signal_handlers_are_kept() -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
@@ -54,7 +54,7 @@ def test_handlers_of_others_stay() -> None:
     assert heard == [signal.SIGTERM]
 
 
-def test_a_signal_in_a_clean_up_takes_effect_after_it() -> None:
+def test_signal_during_clean_up_takes_effect_afterwards() -> None:
     done, before = [], signal.signal(signal.SIGINT, signal.default_int_handler)  # processes of tests may ignore it
     try:
         with pytest.raises(KeyboardInterrupt), signals_held():
@@ -68,7 +68,7 @@ def test_a_signal_in_a_clean_up_takes_effect_after_it() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_outside_of_the_main_thread_nothing_is_changed() -> None:
+def test_signal_guards_change_nothing_outside_the_main_thread() -> None:
     found: list[object] = []
 
     def run() -> None:
@@ -81,7 +81,7 @@ def test_outside_of_the_main_thread_nothing_is_changed() -> None:
     assert found == [signal.getsignal(signal.SIGTERM)]
 
 
-def test_a_rank_becomes_its_command_in_the_namespace_of_its_node(monkeypatch) -> None:
+def test_rank_replaces_itself_by_its_command_in_the_namespace_of_its_node(monkeypatch) -> None:
     became: list[object] = []
     monkeypatch.setattr(os, "execv", lambda *words: became.extend(words))
     monkeypatch.setattr(signal, "signal", lambda *of: became.append(of))

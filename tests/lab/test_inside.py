@@ -50,7 +50,7 @@ def rings(world: World) -> dict[str, Any]:
     return {"done": done, "asked": link.bytes}
 
 
-def test_few_numbers_travel_inside_a_node_and_all_of_them_between_nodes(pool):
+def test_ranks_in_a_node_exchange_few_numbers_and_between_nodes_all(pool):
     for found in pool.run(f"{__name__}:rings", 1, 3):
         assert found["done"] == {"node": (3 * LITTLE, 3 * LITTLE), "world": (3 * PIECE, 3 * PIECE)}
         assert found["asked"] == [(2 * 4 * PIECE, 2 * 4 * PIECE)] * 2
@@ -64,7 +64,7 @@ def stepped(world: World, *, workload: dict[str, Any]) -> float:
     return contender.sleeper.asked_s
 
 
-def test_rows_of_ours_run_so_and_others_do_not(pool):
+def test_only_our_strategies_run_with_inside_sleeps(pool):
     workload = {**DOCUMENTS, "inside_sleeps": True}
     assert all(seconds > 0 for seconds in pool.run(f"{__name__}:stepped", 1, 2, workload=workload))
     with pytest.raises(UserError, match="inside_sleeps: got True; false: fsdp2"):

@@ -44,7 +44,7 @@ def through(name: str, stages: str, **knobs: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stages", quick_ones(("world", "nodes", "locals"), ["nodes"]))
 @pytest.mark.parametrize("name", NAMES)
-def test_every_token_passes_all_stages_once(name: str, stages: str) -> None:
+def test_every_token_passes_all_pipeline_stages_once(name: str, stages: str) -> None:
     if name in ("interleaved-1f1b-ours", "zero-bubble") and stages == "world":
         pytest.skip("four layers are no eight stages")
     knobs = through(name, stages)
@@ -72,7 +72,7 @@ def test_every_token_passes_all_stages_once(name: str, stages: str) -> None:
         assert sum(bounds.sent_bytes) == pytest.approx(2 * moved, rel=0.01)  # there, and gradients back
 
 
-def test_dealt_by_time_and_cut_a_step_takes_less_than_in_bins_in_turn() -> None:
+def test_balanced_packs_shorten_a_pipeline_step_against_packs_in_turn() -> None:
     seconds: dict[str, float] = {}
     for packing in ("in turn", "balanced"):
         knobs = through("1f1b-ours", "nodes", packing=packing)
@@ -87,7 +87,7 @@ def test_dealt_by_time_and_cut_a_step_takes_less_than_in_bins_in_turn() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_device_sleeps_for_its_stages_and_holds_keys_until_slices_have_come_back(name: str) -> None:
+def test_device_sleeps_for_its_stages_and_holds_keys_of_open_slices(name: str) -> None:
     """A rank's program without its transfers: what arrives is there."""
     knobs = through(name, "nodes")
     work, schedule = ours.computed(name, TINY, TOPOLOGY, knobs), ours.schedule_of(name, TINY, TOPOLOGY, knobs)
@@ -120,7 +120,7 @@ def test_a_device_sleeps_for_its_stages_and_holds_keys_until_slices_have_come_ba
     assert asked == pytest.approx(work.compute_s)
 
 
-def test_boundaries_are_of_the_bytes_of_their_bin() -> None:
+def test_activation_bytes_follow_the_tokens_of_a_pack() -> None:
     knobs = through("1f1b-ours", "nodes")
     work, schedule = (
         ours.computed("1f1b-ours", TINY, TOPOLOGY, knobs),
@@ -149,7 +149,7 @@ def compute(world: World, *, workload: dict[str, Any], found: dict[str, dict[str
 
 
 @pytest.mark.slow
-def test_pipelines_run_on_sleepers(pool: Any) -> None:
+def test_pipelines_sleep_for_the_whole_workload(pool: Any) -> None:
     settings = {name: value for name, value in spell_out(TINY).items() if name != "kind"}
     found = {name: through(name, "nodes") for name in NAMES}
     ranks = pool.run(f"{__name__}:compute", 2, 2, workload=settings, found=found)
@@ -158,14 +158,14 @@ def test_pipelines_run_on_sleepers(pool: Any) -> None:
         assert sum(rank[name] for rank in ranks) == pytest.approx(whole), name
 
 
-def test_stages_are_looked_for_on_the_axis_that_is_given_and_links_have_a_say() -> None:
+def test_stages_are_searched_on_the_given_axis_with_link_costs() -> None:
     slow = ours.found_for("generated", TINY, TOPOLOGY, {"stages": "nodes", "packing": "balanced"}, LinkModel(1e5))
     assert slow["stages"] == "nodes:0,3@0,1"  # every other border would cross the link once more
     assert with_found({"stages": "nodes"}, slow) == slow
     assert with_found({"stages": "nodes:0,2@0,1"}, slow)["stages"] == "nodes:0,2@0,1"
 
 
-def test_mistakes_are_named() -> None:
+def test_impossible_pipeline_settings_are_named() -> None:
     for name, knobs, setting in (
         ("1f1b-ours", {"packing": "tokens"}, "packing"),
         ("1f1b-ours", {"packing": "node"}, "packing"),
@@ -180,7 +180,7 @@ def test_mistakes_are_named() -> None:
         assert caught.value.setting == setting, name
 
 
-def test_few_tokens_over_slow_links_have_pipelines_in_the_suite() -> None:
+def test_lengths_suite_has_pipelines_only_for_few_tokens() -> None:
     suite, axes = load_suite("lengths"), {name for name, strategy in strategies().items() if strategy.axis}
     for cell in suite.cells:
         named = {ours.rows().get(entry.strategy) for entry in cell.strategies}
@@ -199,7 +199,7 @@ def test_few_tokens_over_slow_links_have_pipelines_in_the_suite() -> None:
         suite.only(["prod-1m-2x4", "generated"])
 
 
-def test_stages_are_made_for_as_many_bins_as_there_are() -> None:
+def test_stages_are_searched_for_the_dealt_number_of_packs() -> None:
     """Rows end where documents of that length do, and bins where they are full."""
     wide = replace(TINY, bin_tokens=2 * TINY.max_document)
     for packing in ("in turn", "rows"):

@@ -52,7 +52,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_document_is_computed_once(packing: str, ranks: int) -> None:
+def test_every_document_is_computed_once_under_every_packing(packing: str, ranks: int) -> None:
     topology = Topology.grid(2, 4)
     for workload in (TINY, PRODUCTION):
         work = dealt(workload, packing, topology, ranks)
@@ -72,7 +72,7 @@ def test_every_document_is_computed_once(packing: str, ranks: int) -> None:
         assert work.compute_s < whole if packing == "rows" else work.compute_s == pytest.approx(whole)
 
 
-def test_devices_of_two_speeds_have_documents_for_as_long() -> None:
+def test_documents_dealt_by_speed_balance_the_time_of_slow_devices() -> None:
     topology, speeds = Topology.grid(2, 2), (1.0, 1.0, 0.5, 0.5)
     knobs = {"sequence_ranks": 1, "device_speeds": "2x1,2x0.5"}
     by_speed, evenly = (
@@ -86,14 +86,14 @@ def test_devices_of_two_speeds_have_documents_for_as_long() -> None:
     verify(ours.schedule_of("tawpipe-balanced", TINY, topology, knobs))
 
 
-def test_lengths_follow_from_the_seed() -> None:
+def test_document_lengths_depend_only_on_the_seed() -> None:
     assert replace(TINY).lengths == TINY.lengths != replace(TINY, seed=1).lengths
     assert min(TINY.lengths[:-1]) >= TINY.min_document and max(TINY.lengths) == TINY.max_document
     assert from_spelled_out(spell_out(TINY)) == TINY
 
 
 @pytest.mark.parametrize(("nodes", "local", "gain"), [(3, 2, 1.45), (2, 4, 1.55)])
-def test_what_balance_promises(nodes: int, local: int, gain: float) -> None:
+def test_balanced_dealing_reaches_its_promised_gain(nodes: int, local: int, gain: float) -> None:
     topology = Topology.grid(nodes, local)
     modelled = {packing: dealt(PRODUCTION, packing, topology).modelled_s(None) for packing in PACKINGS}
     balanced = dealt(PRODUCTION, "balanced", topology, local).modelled_s(None)
@@ -102,7 +102,7 @@ def test_what_balance_promises(nodes: int, local: int, gain: float) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_schedules_hold_and_bounds_are_of_the_mean(row: str) -> None:
+def test_schedules_of_document_workloads_verify_and_bounds_are_mean_times(row: str) -> None:
     topology, (name, knobs) = Topology.grid(2, 2), ROWS[row]
     cell = Cell("c", 2, 2, "100mbit", TINY)
     bounds, whole = bounds_of(cell, Entry(name, knobs), link_of(cell)), PASSES * sum(map(TINY.work.of, TINY.lengths))
@@ -129,7 +129,7 @@ def compute(world: World, *, workload: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_every_rank_computes_its_bins(pool: Any) -> None:
+def test_every_rank_sleeps_for_its_packs(pool: Any) -> None:
     settings = {name: value for name, value in spell_out(TINY).items() if name != "kind"}
     topology = Topology.grid(2, 2)
     assert dealt(TINY, "balanced", topology, 2).bins.shape == (1, 1)  # some documents are shared, others are not
@@ -150,7 +150,7 @@ def test_every_rank_computes_its_bins(pool: Any) -> None:
             assert found[rank][title] == pytest.approx(wanted), title
 
 
-def test_mistakes_are_named() -> None:
+def test_impossible_lengths_settings_are_named() -> None:
     topology = Topology.grid(2, 2)
     for name, workload, knobs, setting in (
         ("tawpipe-spread", TINY, {"packing": "tight"}, "packing"),
@@ -173,7 +173,7 @@ def test_mistakes_are_named() -> None:
         replace(TINY, token_s=0)
 
 
-def test_a_table_says_what_balance_gains(tmp_path: Any) -> None:
+def test_table_of_a_lengths_suite_reports_the_gain_of_balancing(tmp_path: Any) -> None:
     cell = {"name": "c", "nodes": 2, "local": 2, "rate": "none", "workload": spell_out(TINY)}
     (read,) = read_suite({"name": "x", "cells": [cell], "strategies": [{"strategy": "fsdp2"}]}).cells
     assert read.workload == TINY

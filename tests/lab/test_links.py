@@ -58,7 +58,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_a_delayed_link_carries_no_more_than_its_name_and_no_byte_comes_early(cluster: Cluster) -> None:
+def test_delayed_link_stays_below_its_rate_and_above_its_latency(cluster: Cluster) -> None:
     links = cluster.links([20_000, 400_000])
     assert links is not None
     assert [size for size, _ in links.both_ways] == [20_000, 400_000]
@@ -69,7 +69,7 @@ def test_a_delayed_link_carries_no_more_than_its_name_and_no_byte_comes_early(cl
     assert links.named == 10 * MB and links.named_latency_s == 0.02
 
 
-def test_messages_are_measured_no_larger_than_what_a_link_carries_soon(
+def test_link_messages_are_measured_no_larger_than_the_time_limit_allows(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tawpipe_lab.cluster.links.MESSAGE_S", 0.02)
@@ -79,7 +79,7 @@ def test_messages_are_measured_no_larger_than_what_a_link_carries_soon(
     assert [size for size, _ in links.both_ways] == [200_000] and links.idle[0] == 10_000
 
 
-def test_who_carries_packets_lives_in_the_switch_and_ends_with_the_cluster(cluster: Cluster) -> None:
+def test_delay_process_runs_in_the_switch_and_ends_with_the_cluster(cluster: Cluster) -> None:
     name = f"{NAME}b"
     with Cluster.create(2, rate="80mbit", latency="1ms", name=name):
         carriers = network.call("ip", "netns", "pids", network.switch_of(name)).split()
@@ -90,23 +90,23 @@ def test_who_carries_packets_lives_in_the_switch_and_ends_with_the_cluster(clust
     assert network.namespaces(name) == []
 
 
-def test_headers_take_a_hundredth_and_nothing_estimates_the_rate(cluster: Cluster) -> None:
+def test_packet_headers_take_one_percent_and_congestion_control_is_cubic(cluster: Cluster) -> None:
     link = json.loads(network.call("ip", "-j", "-d", "-n", cluster.nodes[0], "link", "show", network.INTERFACE))[0]
     assert 80 / link["mtu"] <= 0.01
     if "cubic" in network._CONGESTION_CONTROLS.read_text().split():
         assert "congctl cubic" in network.call("ip", "-n", cluster.nodes[0], "route", "show")
 
 
-def test_connections_that_have_rested_go_on_as_fast(cluster: Cluster) -> None:
+def test_idle_connections_keep_their_sending_rate(cluster: Cluster) -> None:
     for node in cluster.nodes:
         assert network.call("ip", "netns", "exec", node, "cat", network.SLOW_START).strip() == "0"
 
 
-def test_one_node_has_no_links() -> None:
+def test_single_node_has_no_links() -> None:
     assert Cluster("alone", 1).links([1000]) is None
 
 
-def test_a_machine_without_the_device_says_so(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_missing_tun_device_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(network.delay, "TUN", "/nowhere/tun")
     assert main(["lab", "up", "--nodes", "2", "--latency", "5ms", "--name", f"{NAME}c"]) == 2
     assert "--latency: got '5ms'; none, or a machine with /nowhere/tun" in capsys.readouterr().err
@@ -114,28 +114,28 @@ def test_a_machine_without_the_device_says_so(cluster: Cluster, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("words", "seconds"), [("5ms", 0.005), ("500 us", 0.0005), ("1s", 1.0), (None, 0.0)])
-def test_latencies_are_read(words: str | None, seconds: float) -> None:
+def test_latency_words_are_parsed(words: str | None, seconds: float) -> None:
     assert parse_latency(words) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("words", ["5", "-5ms", "0.1ms", "2s", "0ms", "fast", ""])
-def test_a_latency_that_cannot_be_made_is_refused_with_those_that_can(words: str) -> None:
+def test_impossible_latency_is_refused_with_the_possible_range(words: str) -> None:
     with pytest.raises(UserError, match=r"--latency: got .* from 0.5ms to 1s, or none"):
         parse_latency(words)
 
 
-def test_what_was_read_comes_back_from_results() -> None:
+def test_link_measurements_read_back_from_results() -> None:
     assert Links.from_spelled_out(json.loads(json.dumps(READ.spelled_out()))) == READ
 
 
-def test_a_link_far_from_its_name_is_said() -> None:
+def test_link_far_from_its_nominal_rate_or_latency_is_reported() -> None:
     assert READ.trouble == ""
     assert replace(READ, named=11.0 * MB).trouble == "links carry 0.77 of their name: 68 Mbit/s"
     assert replace(READ, latency_s=0.04).trouble == "links have a latency of 40.00 ms instead of 20 ms"
     assert replace(READ, named=None).of_name is None
 
 
-def test_the_slowest_node_counts() -> None:
+def test_slowest_node_determines_the_link_measurements() -> None:
     sides = [
         {"latency_s": 1e-3, "short_s": 2e-3, "both": [5.0, 7.0]},
         {"one_way": 9.0, "both": [6.0, 4.0]},
@@ -145,13 +145,13 @@ def test_the_slowest_node_counts() -> None:
     assert links.both_ways == ((100, 5.0), (200, 4.0)) and links.one_way == 9.0 and links.bytes_per_s == 5.0
 
 
-def test_messages_are_a_unit_its_share_and_an_activation() -> None:
+def test_measured_message_sizes_are_a_unit_its_share_and_an_activation() -> None:
     assert message_sizes(CELL) == (20_000, 30_000, 60_000)
     for name in ("real", "lengths", "mixed-layers"):
         assert all(size > 0 for size in message_sizes(load_suite(name).cells[0]))
 
 
-def test_bounds_take_what_was_measured() -> None:
+def test_bounds_use_measured_link_rates() -> None:
     by_name, measured = link_of(CELL), link_of(CELL, READ)
     assert by_name.latency_s == 0.02 and by_name.bytes_per_s < 10 * MB
     assert (measured.bytes_per_s, measured.latency_s) == (8.5 * MB, 0.021)
@@ -161,7 +161,7 @@ def test_bounds_take_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("name", [*OURS, "fsdp2", "hsdp", "1f1b", "zbv"])
-def test_a_latency_lengthens_the_bound_by_dependencies_and_not_the_physical_one(name: str) -> None:
+def test_latency_lengthens_the_dependency_bound_but_not_the_physical_bound(name: str) -> None:
     cell = replace(CELL, nodes=3, local=2, workload=replace(WORK, layers=12))
     near, far = (bounds_of(cell, Entry(name), LinkModel(1e9, latency)) for latency in (0.0, 0.02))
     assert isinstance(near, Bounds) and isinstance(far, Bounds)
@@ -171,7 +171,7 @@ def test_a_latency_lengthens_the_bound_by_dependencies_and_not_the_physical_one(
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("latency_s", [0.0, 0.003, 0.05])
-def test_no_clock_undercuts_the_bound_with_its_latency(name: str, latency_s: float) -> None:
+def test_simulated_time_is_never_below_the_bound_with_latency(name: str, latency_s: float) -> None:
     topology, between = Topology.grid(3, 1), LinkModel(2.0 * MB, latency_s)
     schedule = schedule_of(name, WORK, topology, {})
     costs = workload_costs(WORK, between=between, inside=INSIDE, reduce_scatter="ring")
@@ -180,7 +180,7 @@ def test_no_clock_undercuts_the_bound_with_its_latency(name: str, latency_s: flo
     assert bound.dependency_s <= play(schedule, costs, steps=1).makespan * (1 + 1e-9)
 
 
-def test_tables_and_pages_say_what_links_carried() -> None:
+def test_tables_and_pages_show_measured_link_rates() -> None:
     row = {
         "cell": CELL.spelled_out(), "links": READ.spelled_out(), "label": "flat", "strategy": "flat", "origin": "ours",
         "status": "failed", "reason": "x",
@@ -191,7 +191,7 @@ def test_tables_and_pages_say_what_links_carried() -> None:
     assert "of the name), latency 21.00 ms" in compare_page("suite", environment, [row])
 
 
-def test_a_row_says_that_its_links_are_not_what_they_are_called(
+def test_row_reports_links_far_from_their_nominal_rate(
     tmp_path, monkeypatch: pytest.MonkeyPatch, cluster: Cluster
 ) -> None:
     poor = replace(READ, named=100.0 * MB)
@@ -204,7 +204,7 @@ def test_a_row_says_that_its_links_are_not_what_they_are_called(
     assert any("links carry 0.09 of their name" in line for line in said)
 
 
-def test_both_ends_of_a_link_have_names_of_their_own() -> None:
+def test_link_ends_have_unique_names() -> None:
     names = [name for node in range(network.MAX_NODES) for name in ends_of(node)]
     assert len(set(names)) == len(names) and all(len(name) < 16 for name in names)
     assert 1024 < PORT < 32768  # below the ports that the kernel gives out itself

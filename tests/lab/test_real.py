@@ -101,7 +101,7 @@ def plain() -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("title", quick_ones(CONTENDERS, QUICK))
-def test_every_strategy_trains_what_one_process_does(trained, plain, title):
+def test_every_strategy_trains_as_one_process(trained, plain, title):
     losses, norms = plain
     shares = [rank[title]["shares"] for rank in trained]
     assert [sum(step) for step in zip(*shares, strict=True)] == pytest.approx(losses, rel=1e-6)
@@ -109,7 +109,7 @@ def test_every_strategy_trains_what_one_process_does(trained, plain, title):
         assert rank[title]["norms"] == pytest.approx(norms, rel=1e-5)
 
 
-def test_losses_depend_on_the_steps_before(plain):
+def test_losses_of_the_real_workload_decrease_and_gradients_are_clipped(plain):
     """Or equal losses would say nothing about weights; clipping has something to do."""
     losses, norms = plain
     assert all(later < 0.99 * earlier for earlier, later in pairwise(losses))
@@ -119,11 +119,11 @@ def test_losses_depend_on_the_steps_before(plain):
 @pytest.mark.parametrize(
     "title", quick_ones([title for title, (name, _) in CONTENDERS.items() if name in ours.rows()], QUICK)
 )
-def test_ours_run_the_schedule_that_their_bytes_are_counted_of(trained, title):
+def test_our_strategies_run_the_schedule_whose_bytes_are_counted(trained, title):
     assert all(rank[title]["expected schedule"] for rank in trained)
 
 
-def test_bytes_are_those_of_the_units_with_embedding_and_head():
+def test_counted_bytes_of_the_real_workload_include_embedding_and_head():
     """Two rounds at 2 x 2; P 4 and D 2. Pipelines send activations of S x H in fp32, there and back."""
     embedding, layer, head = 67 * 32, 4 * 32 * 32 + 3 * 32 * 44 + 2 * 32, 67 * 32 + 32
     assert [unit.numel for unit in real_model_spec(WORKLOAD).units] == [embedding, *[layer] * 8, head]
@@ -153,7 +153,7 @@ def _suite(**change: Any) -> Any:
     return read_suite({"name": "x", "cells": [{**CELL, **change}], "strategies": [{"strategy": "flat"}]})
 
 
-def test_a_cell_says_which_kind_of_workload_it_has():
+def test_cell_reads_its_kind_of_workload():
     cell = _suite().cells[0]
     assert cell.workload == WORKLOAD
     assert cell.spelled_out()["workload"] == {**SETTINGS, "clip_norm": 1.0, "seed": 0}
@@ -190,7 +190,7 @@ def test_mistakes_in_a_real_cell_are_named(change, message):
         ("zero3", {}, "workload"),
     ],
 )
-def test_what_would_train_something_else_is_refused(name, knobs, setting):
+def test_settings_that_would_change_the_training_are_refused(name, knobs, setting):
     with pytest.raises(UserError) as caught:
         make(name, WORKLOAD, Topology.grid(2, 2), 0, **knobs)
     assert caught.value.setting == setting
@@ -207,7 +207,7 @@ def _row(label: str, loss: list[float | None] | None, status: str = "void") -> d
     return row
 
 
-def test_a_strategy_whose_losses_differ_has_failed():
+def test_strategy_with_differing_losses_is_marked_failed():
     rows = [
         _row("broken", None, "failed"),
         _row("first", [4.0, 3.0]),
@@ -221,7 +221,7 @@ def test_a_strategy_whose_losses_differ_has_failed():
     assert "finite" in rows[4]["reason"]
 
 
-def test_the_table_shows_losses_and_leaves_open_what_is_not_known(tmp_path):
+def test_table_shows_losses_and_leaves_unknown_values_open(tmp_path):
     rows = [_row("first", [4.0, 3.0]), _row("broken", None, "failed"), _row("endless", [4.0, None], "failed")]
     write_table("x", {"date": "", "command": "", "machine": ""}, rows, tmp_path / "table.md")
     table = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]

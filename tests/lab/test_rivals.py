@@ -175,7 +175,7 @@ def alternated(pool: WorkerPool, request: pytest.FixtureRequest) -> list[dict[st
 
 
 @pytest.mark.parametrize("title", quick_ones(CONTENDERS, QUICK))
-def test_every_rank_computes_its_share(alternated: list[dict[str, dict[str, Any]]], title: str) -> None:
+def test_every_rank_of_a_rival_sleeps_for_its_share(alternated: list[dict[str, dict[str, Any]]], title: str) -> None:
     """Whatever the schedule, also where the backward pass is cut in two: no part runs twice and none is left out."""
     share = TimedWorkload(**WORKLOAD).compute_s / len(alternated)
     for rank in alternated:
@@ -186,7 +186,7 @@ def test_every_rank_computes_its_share(alternated: list[dict[str, dict[str, Any]
 
 
 @pytest.mark.parametrize("title", quick_ones(CONTENDERS, QUICK))
-def test_gradients_and_weights_are_those_of_one_process(
+def test_rival_gradients_and_weights_equal_those_of_one_process(
     alternated: list[dict[str, dict[str, Any]]], title: str
 ) -> None:
     """Every element's gradient is the number of micro-batches over the activation's elements, in all layers."""
@@ -219,7 +219,7 @@ def compute_uneven(world: World) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_stages_of_layers_that_differ_compute_what_is_theirs(pool: WorkerPool) -> None:
+def test_uneven_pipeline_stages_sleep_for_their_own_layers(pool: WorkerPool) -> None:
     """Equal in layers or in time, or as given; with a backward pass in two, too; torch's and ours."""
     workload = TimedWorkload(**UNEVEN)
     found = pool.run(f"{__name__}:compute_uneven", 2, 1)
@@ -241,27 +241,25 @@ SHARDED = ("fsdp2 by itself", "fsdp2", "fsdp2-node", "hsdp", "fsdp2-hierarchical
 
 
 @pytest.mark.parametrize("title", quick_ones(SHARDED, QUICK))
-def test_sharded_layers_are_gathered_where_they_are_used_and_not_longer(
-    alternated: list[dict[str, dict[str, Any]]], title: str
-) -> None:
+def test_sharded_layers_are_gathered_only_while_used(alternated: list[dict[str, dict[str, Any]]], title: str) -> None:
     for rank in alternated:
         seen = rank[title]["unsharded"]
         assert min(seen) >= 1 and (max(seen) == LAYERS if "kept" in title else max(seen) <= 2), seen
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3), (2, 1), (1, 3)])
-def test_our_collectives_for_fsdp2_are_those_of_torch(pool: WorkerPool, shape: tuple[int, int]) -> None:
+def test_our_fsdp2_collectives_equal_those_of_torch(pool: WorkerPool, shape: tuple[int, int]) -> None:
     assert all(all(rank) for rank in pool.run(f"{__name__}:compare_collectives", *shape))
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2-hierarchical", "1f1b"])
-def test_without_an_optimizer_weights_stay(pool: WorkerPool, name: str) -> None:
+def test_rival_weights_are_unchanged_without_an_optimizer(pool: WorkerPool, name: str) -> None:
     workload = {**WORKLOAD, "optimizer": False}
     for rank in pool.run(f"{__name__}:run_once", 1, 2, name=name, workload=workload, knobs={}):
         assert rank == pytest.approx([INITIAL_WEIGHT] * len(rank))
 
 
-def test_frozen_weights_of_a_layer_stay(pool: WorkerPool) -> None:
+def test_frozen_weights_of_a_layer_are_unchanged(pool: WorkerPool) -> None:
     workload = {**WORKLOAD, "frozen_bytes": 400}
     # torch keeps groups of meshes beyond their processes' use: another mesh than that of the contenders above.
     for name, shape in (("fsdp2", (2, 2)), ("hsdp", (2, 1))):
@@ -272,7 +270,9 @@ def test_frozen_weights_of_a_layer_stay(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 1), pytest.param((1, 4), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2-hierarchical"])
-def test_one_node_or_one_device_per_node(pool: WorkerPool, name: str, shape: tuple[int, int]) -> None:
+def test_rivals_train_on_one_node_and_on_one_device_per_node(
+    pool: WorkerPool, name: str, shape: tuple[int, int]
+) -> None:
     for rank in pool.run(f"{__name__}:run_once", *shape, name=name, workload=WORKLOAD, knobs={}):
         assert rank == pytest.approx([INITIAL_WEIGHT - 2e-4] * len(rank), rel=1e-4)
 
@@ -295,7 +295,7 @@ def test_one_node_or_one_device_per_node(pool: WorkerPool, name: str, shape: tup
         ("1f1b", {"parts_per_layer": 0}, {}, "parts_per_layer"),
     ],
 )
-def test_settings_that_cannot_work_are_named(
+def test_impossible_rival_settings_are_named(
     name: str, knobs: dict[str, Any], change: dict[str, Any], setting: str
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -303,7 +303,7 @@ def test_settings_that_cannot_work_are_named(
     assert caught.value.setting == setting
 
 
-def test_every_name_has_a_maker() -> None:
+def test_every_strategy_name_has_a_maker() -> None:
     others = {"zbv", fsdp.CONTEXT_PARALLEL, *deepspeed.NAMES, *ours.rows(), *serving.ROWS}
     assert {name for name, _ in CONTENDERS.values()} | others == set(makers())
 
@@ -321,7 +321,7 @@ def share_documents(world: World) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_documents_are_shared_by_all_devices_or_by_those_of_a_node(pool: Any) -> None:
+def test_shared_documents_split_computing_equally_over_ranks(pool: Any) -> None:
     """Everyone computes as much of them, whoever shares them, and keys and values travel."""
     workload = TimedWorkload(**DOCUMENTS)
     for rank in pool.run(f"{__name__}:share_documents", 2, 2):
@@ -337,14 +337,14 @@ def test_documents_are_shared_by_all_devices_or_by_those_of_a_node(pool: Any) ->
         ("tawpipe-spread", {"keys_bytes": 0}, "sequence_ranks"),
     ],
 )
-def test_documents_without_keys_are_not_shared(name: str, change: dict[str, Any], setting: str) -> None:
+def test_documents_without_keys_cannot_be_shared(name: str, change: dict[str, Any], setting: str) -> None:
     knobs = {} if name == fsdp.CONTEXT_PARALLEL else {"sequence_ranks": 2}
     with pytest.raises(UserError) as caught:
         make(name, TimedWorkload(**{**DOCUMENTS, **change}), Topology.grid(2, 2), 0, **knobs)
     assert caught.value.setting == setting
 
 
-def test_what_context_parallelism_needs_of_a_link() -> None:
+def test_context_parallel_bounds_count_keys_three_times() -> None:
     """Keys and values of every document thrice, (P-1)/P of them over every node's link, beside FSDP2's weights."""
     topology, between = Topology.grid(2, 2), LinkModel(1e6)
     workload = TimedWorkload(**DOCUMENTS)
@@ -356,7 +356,7 @@ def test_what_context_parallelism_needs_of_a_link() -> None:
     assert sent[1] - sent[0] == pytest.approx(3 * 3 / 4 * every)
 
 
-def test_sleeping_is_counted() -> None:
+def test_sleeping_time_is_counted_as_busy() -> None:
     sleeper = Sleeper(BusyTime())
     begin = time.perf_counter()
     sleeper.compute(0.01)

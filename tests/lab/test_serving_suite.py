@@ -25,7 +25,7 @@ QUICK = WORK.faster(10)
 FOUR = Topology.grid(4, 1)
 
 
-def test_groups_follow_from_the_latency():
+def test_groups_of_decode_steps_follow_from_the_latency():
     links = [LinkModel(1e12, latency) for latency in (0.0, 0.005, 0.025)]
     assert [groups_of("laps", WORK, FOUR, link) for link in links] == [4, 6, 13]
     assert [groups_of(row, WORK, FOUR, links[2]) for row in ROWS] == [13, 4, 1]
@@ -33,7 +33,7 @@ def test_groups_follow_from_the_latency():
     assert serving_knobs("1f1b", WORK, FOUR, links[1]) == {}
 
 
-def test_what_is_planned_of_tokens():
+def test_plan_predicts_token_times_of_decode_steps():
     link = LinkModel(1e12, 0.005)
     formula, way = planned(WORK, FOUR, link, 4, hand_s=0.0), planned(WORK, FOUR, link, 4)
     assert formula.token_s == pytest.approx(0.041 + 4 * 0.005, rel=1e-4)
@@ -43,7 +43,7 @@ def test_what_is_planned_of_tokens():
     assert way.first_s == pytest.approx(0.081 + 4 * (0.005 + HAND_S) + 2 * 0.021, rel=1e-3)
 
 
-def test_bytes_are_those_of_the_borders_between_nodes():
+def test_serving_bounds_count_bytes_at_borders_between_nodes():
     cell, entry = Cell("c", 2, 2, "1gbit", WORK), Entry("laps", {"groups": 2})
     bounds = bounds_of(cell, entry, link_of(cell))
     tokens = 2 * (8 * 4 + 3 * 8)
@@ -65,7 +65,7 @@ def served(world: World) -> list[Any]:
     return [found, asked]
 
 
-def test_a_step_has_its_laps_and_the_prompt_after_them(pool):
+def test_serving_step_measures_its_decode_steps_and_the_prompt(pool):
     for rank, (found, asked) in enumerate(pool.run(f"{__name__}:served", 2, 1)):
         for laps, token_s, first_s in found:
             assert laps == 5 + 3 + 2
@@ -73,7 +73,7 @@ def test_a_step_has_its_laps_and_the_prompt_after_them(pool):
         assert asked == pytest.approx(2 * 3 * (2 * (8 * 0.001 + 3 * 0.001) + 8 * 0.0001 * (rank == 0)))
 
 
-def test_rows_of_the_table_say_what_was_planned(tmp_path):
+def test_table_of_a_serving_suite_shows_planned_times(tmp_path):
     cell = load_suite("serving").cells[1]
     assert isinstance(cell.workload, ServingWorkload)
     assert from_spelled_out(spell_out(cell.workload)) == cell.workload
@@ -99,6 +99,6 @@ def test_rows_of_the_table_say_what_was_planned(tmp_path):
     assert "forward_s 0.01, slots 4" in table
 
 
-def test_other_knobs_and_workloads_are_refused():
+def test_other_serving_knobs_are_refused():
     with pytest.raises(UserError, match="kind serving"):
         make("laps", QUICK, FOUR, 0, groups=1, stages=2)

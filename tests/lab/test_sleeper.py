@@ -13,11 +13,11 @@ from tawpipe_lab.workload import TimedWorkload
 MANY = 400
 
 
-def test_without_a_slowdown_work_takes_what_it_takes():
+def test_pace_without_a_slowdown_adds_no_time():
     assert Pace().seconds(0.25) == 0.25
 
 
-def test_work_takes_as_much_longer_as_the_share_of_slow_time_says():
+def test_slowdown_lengthens_work_by_its_share_of_slow_time():
     """A tenth of the time at half the speed: 0.95 seconds of work per second."""
     pace = Pace(Slowdown(factor=2.0, share=0.1, spell_s=0.5))
     taken = []
@@ -28,7 +28,7 @@ def test_work_takes_as_much_longer_as_the_share_of_slow_time_says():
     assert min(taken) >= 20.0
 
 
-def test_work_in_pieces_takes_as_long_as_at_once():
+def test_slowdown_takes_equal_time_for_work_in_pieces_and_at_once():
     pace = Pace(Slowdown(share=0.5))
     pace.begin(7)
     whole, now = pace.seconds(10.0, since=0.0), 0.0
@@ -37,7 +37,7 @@ def test_work_in_pieces_takes_as_long_as_at_once():
     assert now == pytest.approx(whole)
 
 
-def test_the_same_step_is_the_same_disturbance_and_nodes_differ():
+def test_slowdown_repeats_for_a_step_and_differs_between_nodes():
     def one(node: int, step: int) -> float:
         pace = Pace(Slowdown(share=0.5), node)
         pace.begin(step)
@@ -47,7 +47,7 @@ def test_the_same_step_is_the_same_disturbance_and_nodes_differ():
     assert len({one(node, step) for node in range(3) for step in range(3)}) == 9
 
 
-def test_a_sleeper_tells_what_the_slow_spells_have_cost():
+def test_sleeper_reports_the_delay_of_slow_spells():
     sleeper = Sleeper(BusyTime())
     sleeper.pace = Pace(Slowdown(factor=3.0, share=0.999, spell_s=1000.0))
     sleeper.pace.begin(0)
@@ -56,7 +56,7 @@ def test_a_sleeper_tells_what_the_slow_spells_have_cost():
     assert sleeper.delay_s == pytest.approx(0.02)
 
 
-def test_a_slow_device_sleeps_longer_and_that_is_no_delay():
+def test_slow_device_sleeps_longer_without_reporting_a_delay():
     sleeper = Sleeper(BusyTime())
     sleeper.pace = Pace(speed=0.5)
     sleeper.compute(0.01)
@@ -64,7 +64,7 @@ def test_a_slow_device_sleeps_longer_and_that_is_no_delay():
     assert sleeper.busy.take()["COMPUTE"] >= 0.02
 
 
-def test_what_a_process_does_for_a_computation_is_part_of_its_time(monkeypatch):
+def test_sleeper_subtracts_time_that_the_process_computes_itself(monkeypatch):
     now, slept = [100.0], list[float]()
     monkeypatch.setattr(sleeper.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(sleeper.time, "sleep", slept.append)
@@ -75,7 +75,7 @@ def test_what_a_process_does_for_a_computation_is_part_of_its_time(monkeypatch):
     assert device.asked_s == 0.05 and device.first_s == 100
 
 
-def test_a_cell_says_the_speed_of_every_device():
+def test_cell_with_device_speeds_has_bounds_of_their_combined_speed():
     """Bounds are those of all devices together, whoever has how much to do; by dependencies those of the dealing."""
     suite = load_suite("unequal")
     cell = suite.cells[0]
@@ -94,7 +94,7 @@ def test_a_cell_says_the_speed_of_every_device():
     assert needed["generated (device_speeds 2x1,2x0.5)"] < 1.3 * least
 
 
-def test_rows_say_what_was_added_beside_the_delays_of_the_nodes():
+def test_rows_report_time_beyond_the_delays_of_the_nodes():
     calm, slow = load_suite("jitter").cells
     first = {
         "cell": calm.spelled_out(),
@@ -120,7 +120,7 @@ def test_rows_say_what_was_added_beside_the_delays_of_the_nodes():
     }
 
 
-def test_a_layer_can_be_cut_into_equal_ones():
+def test_layer_is_split_into_equal_layers():
     work = TimedWorkload(4, 8000, 0.1, 0.2, 0.1, 8, 100)
     assert work.split(2) == TimedWorkload(8, 4000, 0.05, 0.1, 0.05, 8, 100)
     assert work.split(2).compute_s == pytest.approx(work.compute_s)
@@ -138,7 +138,7 @@ def test_a_layer_can_be_cut_into_equal_ones():
         ({"speeds": "0"}, "device_speeds: got '0'"),
     ],
 )
-def test_mistakes_are_named(wrong, named):
+def test_mistakes_in_slowdown_settings_are_named(wrong, named):
     cell = {"name": "c", "nodes": 1, "local": 1, "rate": "none"} | wrong
     work = {"layers": 1, "layer_bytes": 8, "forward_s": 0, "backward_input_s": 0, "backward_weight_s": 0}
     cell["workload"] = work | {"micro_batches": 1, "activation_bytes": 4}
@@ -146,7 +146,7 @@ def test_mistakes_are_named(wrong, named):
         read_suite({"name": "x", "cells": [cell], "strategies": [{"strategy": "flat"}]})
 
 
-def test_lanes_share_a_link_to_the_host_each_way_slice_by_slice(monkeypatch):
+def test_lanes_share_the_host_link_in_each_direction_by_slices(monkeypatch):
     """On a clock that stands still: when a way is free again is what has been asked of it."""
     monkeypatch.setattr(sleeper.time, "perf_counter", lambda: 0.0)
     waits: list[float] = []
@@ -163,7 +163,7 @@ def test_lanes_share_a_link_to_the_host_each_way_slice_by_slice(monkeypatch):
 
 
 @pytest.mark.parametrize(("late", "ended"), [(0.0002, 0.0302), (0.004, 0.0410)])
-def test_what_a_timer_is_late_is_taken_off_the_next_sleep_and_what_a_busy_machine_is_stays(monkeypatch, late, ended):
+def test_timer_lateness_is_subtracted_from_the_next_sleep_unless_too_long(monkeypatch, late, ended):
     class Clock:
         now = 0.0
 

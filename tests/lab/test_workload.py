@@ -32,13 +32,13 @@ TIED = replace(ENDS, head_bytes=0, tied=True)
 
 @pytest.mark.parametrize("workload", [ENDS, TIED], ids=["two", "tied"])
 @pytest.mark.parametrize("row", ["tawpipe-spread", "tawpipe-whole", "hsdp-ours", "flat", "weipipe"])
-def test_every_strategy_moves_them(workload, row):
+def test_every_strategy_schedules_embedding_and_head(workload, row):
     schedule = ours.schedule_of(row, workload, Topology.grid(2, 2), {})
     verify(schedule)
     assert sum(unit.numel for unit in schedule.model.units) * 4 == 16_000 + 8_000 + (0 if workload.tied else 8_080)
 
 
-def test_their_time_and_transfers_are_in_step_and_bounds():
+def test_embedding_and_head_times_are_part_of_step_and_bounds():
     topology, between, inside = Topology.grid(2, 2), LinkModel(10_000), LinkModel(1e9)
     seconds = []
     for workload in (PLAIN, replace(ENDS, embedding_bytes=0, head_bytes=0), ENDS):
@@ -53,7 +53,7 @@ def test_their_time_and_transfers_are_in_step_and_bounds():
     assert workload_model(PLAIN).units == workload_model(replace(PLAIN, head_s=1.0)).units
 
 
-def test_stages_and_parts_of_rivals_are_the_whole_model():
+def test_rival_parts_and_stages_cover_the_whole_model():
     task = TimedTask(ENDS, BusyTime())
     assert [part.weight.numel() for part in task.parts() if isinstance(part, TimedLayer)] == [2000, *[1000] * 4, 2020]
     cut = []
@@ -65,14 +65,14 @@ def test_stages_and_parts_of_rivals_are_the_whole_model():
     assert ENDS.split(2).compute_s == pytest.approx(ENDS.compute_s)
 
 
-def test_ends_that_cannot_be():
+def test_impossible_tied_ends_are_refused():
     with pytest.raises(UserError, match="tied"):
         replace(ENDS, tied=True)
     with pytest.raises(UserError, match="rivals"):
         TimedTask(TIED, BusyTime())
 
 
-def test_what_is_frozen_travels_and_has_no_gradients():
+def test_frozen_weights_are_sent_and_have_no_gradients():
     topology, link = Topology.grid(2, 2), LinkModel(10_000)
     for row, visits in (("tawpipe-spread", 2 * 2), ("tawpipe-step", 1), ("hsdp-ours", 0)):
         schedule = ours.schedule_of(row, FROZEN, topology, {"reuse": False} if visits > 1 else {})
@@ -103,7 +103,7 @@ UNEVEN = replace(
 )
 
 
-def test_layers_that_differ_are_so_for_schedules_clock_and_rivals():
+def test_layer_kinds_differ_in_schedules_simulated_times_and_rivals():
     a, b, plain = 0.1 + 0.2 + 0.5, 1.0 + 0.2 + 0.1, 0.1 + 0.2 + 0.1
     assert [part.seconds for part in UNEVEN.parts] == pytest.approx([0.05, a, b, plain, a, 2.25])
     assert UNEVEN.compute_s == pytest.approx(8 * (0.05 + 2 * a + b + plain + 2.25))
@@ -121,7 +121,7 @@ def test_layers_that_differ_are_so_for_schedules_clock_and_rivals():
     assert from_spelled_out(json.loads(json.dumps(spell_out(UNEVEN)))) == UNEVEN
 
 
-def test_layers_that_keep_all_keep_their_graph_and_compute_nothing_again():
+def test_layers_without_recomputation_keep_their_graph():
     kept = replace(UNEVEN, graph_bytes=2200, kinds={**UNEVEN.kinds, "b": {**UNEVEN.kinds["b"], "graph_bytes": 202}})
     assert [part.graph_bytes for part in kept.layer_parts] == [2200, 202, 2200, 2200]
     assert [part.graph_bytes for part in UNEVEN.layer_parts] == [UNEVEN.activation_bytes] * 4
@@ -145,14 +145,14 @@ def test_layers_that_keep_all_keep_their_graph_and_compute_nothing_again():
         ({"kinds": {"head": {"layer_bytes": 1}}}, "kinds.head"),
     ],
 )
-def test_patterns_that_cannot_be(change, setting):
+def test_impossible_layer_patterns_are_refused(change, setting):
     with pytest.raises(UserError) as caught:
         replace(UNEVEN, **change)
     assert caught.value.setting == setting
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
-def test_no_other_cuts_have_a_cheaper_largest_part(costs, data):
+def test_balanced_cuts_minimize_the_largest_part(costs, data):
     parts = data.draw(st.integers(1, len(costs)))
 
     def largest(cuts):
@@ -164,7 +164,7 @@ def test_no_other_cuts_have_a_cheaper_largest_part(costs, data):
     assert largest(cuts) == min(map(largest, others))
 
 
-def test_stages_balanced_by_cost_count_both_ends():
+def test_stages_balanced_by_cost_include_embedding_and_head():
     """A long head is a stage of its own; one that is nothing goes with the last layer."""
     assert str(stages_of("1f1b", UNEVEN, 3, 1, "cost")) == "0,3,5@0,1,2"
     assert str(stages_of("zbv", PLAIN, 2, 2, "cost")) == str(stages_of("zbv", PLAIN, 2, 2)) == "0,2,3,4@0,1,1,0"
@@ -176,7 +176,7 @@ def test_stages_balanced_by_cost_count_both_ends():
     assert bound.dependency_s == pytest.approx(max(8 * (0.05 + own), 8 * 1.2 + 0.05 + own))
 
 
-def test_a_mix_in_a_suite_is_that_of_its_model():
+def test_layer_mix_of_a_suite_equals_its_model():
     blocks = MIXES["nemotron"](9)
     cell = {"name": "c", "nodes": 2, "local": 2, "rate": "none"}
     workload = {"mix": {"model": "nemotron", "tick_s": 0.5}, "layers": 9, "micro_batches": 8}
