@@ -70,12 +70,12 @@ def sleeping_torchrun(folder: Path, *, fails: bool = False) -> None:
 
 
 @pytest.mark.parametrize("name", ["slurm.sh", "ssh.sh"])
-def test_it_is_bash_with_one_line_to_change(name: str, tmp_path: Path) -> None:
+def test_cluster_script_is_valid_bash(name: str, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", script(name, tmp_path)], check=True)
 
 
 @pytest.mark.slow
-def test_machines_without_a_scheduler_train_together(local_ssh: Path) -> None:
+def test_ssh_script_trains_on_several_machines(local_ssh: Path) -> None:
     (local_ssh / "text.txt").write_text("A sentence of a small text. " * 80)
     words = ["bash", script("ssh.sh", local_ssh), "127.0.0.1", "somebody@127.0.0.1"]
     more = {"NPROC": "1", "PORT": str(20000 + os.getpid() % 20000), "TAWPIPE_CACHE": str(local_ssh / "cache")}
@@ -86,7 +86,7 @@ def test_machines_without_a_scheduler_train_together(local_ssh: Path) -> None:
     assert [json.loads(row)["step"] for row in (local_ssh / "run/metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
-def test_when_one_machine_fails_the_others_are_ended(local_ssh: Path) -> None:
+def test_failure_of_one_machine_ends_the_others(local_ssh: Path) -> None:
     sleeping_torchrun(local_ssh, fails=True)
     words = ["bash", script("ssh.sh", local_ssh), "one", "two"]
     done = subprocess.run(words, cwd=local_ssh, env=variables(local_ssh), capture_output=True, text=True, timeout=60)
@@ -95,7 +95,7 @@ def test_when_one_machine_fails_the_others_are_ended(local_ssh: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_when_the_script_ends_all_machines_end(local_ssh: Path, how: signal.Signals) -> None:
+def test_end_of_the_ssh_script_ends_all_machines(local_ssh: Path, how: signal.Signals) -> None:
     sleeping_torchrun(local_ssh)
     words = ["bash", script("ssh.sh", local_ssh, "--data 'a b*' --output run"), "one", "two"]
     started = subprocess.Popen(
@@ -140,7 +140,7 @@ def test_a_slurm_job_starts_torchrun_on_every_node(tmp_path: Path) -> None:
         assert told[12:] == ["-m", "tawpipe", "train", "--data", "a b*", "--output", "run", "--resume", "auto"]
 
 
-def test_a_kubernetes_job_lets_its_pods_find_each_other(tmp_path: Path) -> None:
+def test_kubernetes_job_addresses_its_own_service(tmp_path: Path) -> None:
     text = (CLUSTER / "kubernetes.yaml").read_text()
     assert text.count(CHANGE) == 1
     service, job = [one for one in yaml.safe_load_all(text) if one]

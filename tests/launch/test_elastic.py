@@ -57,7 +57,7 @@ def kill_all(pid: int) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_starts_again_what_has_died(home):
+def test_torchrun_restarts_dead_processes(home):
     """Twice in a row, with the agent's one store: each start finds the processes of its own."""
     deaths = [f"rank={n % 2},step={3 + 2 * n},at=update,kind=kill,restart={n}" for n in range(2)]
     words = ["--steps", "10", "--checkpoint.every", "2", "--resume", "auto", *QUIET, "--inject", ";".join(deaths)]
@@ -70,7 +70,7 @@ def test_torchrun_starts_again_what_has_died(home):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_a_lost_node(home):
+def test_run_continues_without_a_lost_node(home):
     """On the one that is left, from the newest checkpoint, with the losses of a run that lost nothing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

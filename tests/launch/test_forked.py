@@ -66,7 +66,7 @@ def seen(folder: Path) -> list[dict]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_forked_workers_are_like_those_that_are_started(tmp_path: Path) -> None:
+def test_forked_workers_behave_as_started_workers(tmp_path: Path) -> None:
     launcher = start(tmp_path, "end")
     output, errors = launcher.communicate(timeout=60)
     assert (launcher.returncode, output, errors) == (0, "output of 0\n", "errors of 0\n")
@@ -77,7 +77,7 @@ def test_forked_workers_are_like_those_that_are_started(tmp_path: Path) -> None:
         assert (tmp_path / f"{rank}.end").exists(), "what is to happen at the end does"
 
 
-def test_a_failure_ends_the_others_and_is_reported_once(tmp_path: Path) -> None:
+def test_failure_of_a_forked_worker_ends_the_others_and_is_reported_once(tmp_path: Path) -> None:
     launcher = start(tmp_path, "fail")
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 1
@@ -85,7 +85,7 @@ def test_a_failure_ends_the_others_and_is_reported_once(tmp_path: Path) -> None:
     assert not any(is_alive(one["pid"]) for one in seen(tmp_path))
 
 
-def test_all_are_started_again_after_one_has_died(tmp_path: Path) -> None:
+def test_all_forked_workers_restart_after_one_has_died(tmp_path: Path) -> None:
     launcher = start(tmp_path, "again")
     _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 0 and "restart 1 of at most 1" in errors
@@ -95,7 +95,7 @@ def test_all_are_started_again_after_one_has_died(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
 )
-def test_none_is_left_behind(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_forked_workers_end_with_their_launcher(tmp_path: Path, number: signal.Signals, code: int) -> None:
     launcher = start(tmp_path, "wait")
     assert wait_for(lambda: all((tmp_path / f"{rank}.json").exists() for rank in range(2)), 60)
     os.kill(launcher.pid, number)
@@ -104,7 +104,7 @@ def test_none_is_left_behind(tmp_path: Path, number: signal.Signals, code: int) 
     assert wait_for(lambda: not any(is_alive(one["pid"]) for one in seen(tmp_path)))
 
 
-def test_a_process_that_may_have_computed_starts_workers_anew(tmp_path: Path) -> None:
+def test_launcher_with_torch_imported_starts_workers_instead_of_forking(tmp_path: Path) -> None:
     """Its threads would not come along; torch stands for all that may have started some."""
     (tmp_path / "torch.py").write_text("")
     launcher = start(tmp_path, "end", LAUNCHER.replace('assert "torch" not in sys.modules', "import torch"))
@@ -113,7 +113,7 @@ def test_a_process_that_may_have_computed_starts_workers_anew(tmp_path: Path) ->
     assert [one["counted"] for one in seen(tmp_path)] == [0, 0]
 
 
-def test_where_workers_cannot_be_forked_nothing_is_done(monkeypatch) -> None:
+def test_import_once_does_nothing_if_workers_cannot_be_forked(monkeypatch) -> None:
     """torch may have computed here, in threads that do not come along."""
     before = dict(os.environ)
     monkeypatch.setitem(sys.modules, forked.NEVER_BEFORE, sys)
@@ -124,7 +124,7 @@ def test_where_workers_cannot_be_forked_nothing_is_done(monkeypatch) -> None:
     assert not import_once(["json"], {"NEW": "1"}) and dict(os.environ) == before
 
 
-def test_what_cannot_be_imported_is_left_to_the_workers_to_say(monkeypatch) -> None:
+def test_failed_import_is_left_to_the_workers_to_report(monkeypatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(forked.threading, "active_count", lambda: 1)

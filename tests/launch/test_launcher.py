@@ -45,7 +45,7 @@ def run_workers(code: str, shape: Shape = TWO_BY_TWO, *, grace_s: float = 2.0) -
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 2), Shape(2, 4), Shape(3, 3)])
-def test_virtual_nodes_look_like_those_of_torchrun(tmp_path: Path, shape: Shape) -> None:
+def test_virtual_nodes_get_the_environment_of_torchrun(tmp_path: Path, shape: Shape) -> None:
     code = f"import json; json.dump(dict(os.environ), open(r'{tmp_path}/' + str(rank), 'w'))"
     assert run_workers(code, shape) == (0, "")
     environments = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(shape.nproc)]
@@ -60,7 +60,7 @@ def test_virtual_nodes_look_like_those_of_torchrun(tmp_path: Path, shape: Shape)
     assert len({(environ["MASTER_ADDR"], environ["MASTER_PORT"]) for environ in environments}) == 1
 
 
-def test_one_process_needs_no_launcher_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_needs_no_launcher_and_leaves_the_environment_as_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     before = dict(os.environ)
@@ -75,7 +75,7 @@ def test_each_process_sees_one_gpu() -> None:
     assert seen == ["4", "GPU-uuid"]
 
 
-def test_cuda_and_nccl_are_set_up_for_lanes_unless_the_user_has_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_and_nccl_variables_are_set_unless_the_user_has_set_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*CUDA_VARIABLES, *ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
     gpus = [Gpu("0"), Gpu("1")]
@@ -90,7 +90,7 @@ def test_cuda_and_nccl_are_set_up_for_lanes_unless_the_user_has_done_so(monkeypa
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
-def test_torchs_allocator_grows_its_segments_unless_the_user_has_said_something(name: str) -> None:
+def test_expandable_segments_are_set_unless_the_allocator_is_configured(name: str) -> None:
     environ: dict[str, str] = {}
     set_cuda_variables(environ)
     assert environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
@@ -99,7 +99,7 @@ def test_torchs_allocator_grows_its_segments_unless_the_user_has_said_something(
     assert {key: environ[key] for key in ALLOCATOR if key in environ} == {name: "max_split_size_mb:512"}
 
 
-def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_gpus_lists_visible_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0")
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho '0, GPU-a, NVIDIA A100, 8.0'\necho '1, GPU-b, NVIDIA V100, 7.0'\n")
@@ -129,7 +129,7 @@ def test_gpus_are_those_that_are_visible(tmp_path: Path, monkeypatch: pytest.Mon
         (None, 1, 8, Shape(1, 1)),
     ],
 )
-def test_nodes_and_processes_default_to_what_fits(
+def test_nodes_and_processes_default_to_the_machine(
     nodes: int | None, nproc: int | None, num_gpus: int, shape: Shape
 ) -> None:
     assert local_shape(nodes, nproc, num_gpus=num_gpus) == shape
@@ -145,20 +145,20 @@ def test_nodes_and_processes_default_to_what_fits(
         (None, None, 8, Shape(1, 8)),
     ],
 )
-def test_a_model_with_weights_is_trained_on_one_machine(
+def test_pretrained_model_defaults_to_one_node(
     nodes: int | None, nproc: int | None, num_gpus: int, shape: Shape
 ) -> None:
     assert local_shape(nodes, nproc, num_gpus=num_gpus, emulates=False) == shape
 
 
-def test_processes_that_cannot_be_grouped_are_refused() -> None:
+def test_process_counts_that_cannot_be_grouped_are_refused() -> None:
     with pytest.raises(UserError, match="--nodes: got 3; a divisor of --nproc"):
         local_shape(3, 4, num_gpus=0)
     with pytest.raises(UserError, match="--nproc: got 4; at most 2, one process for each GPU; or --device cpu"):
         local_shape(None, 4, num_gpus=2)
 
 
-def test_the_port_is_nobody_elses_and_can_be_listened_on() -> None:
+def test_reserved_port_is_unique_and_can_be_listened_on() -> None:
     with reserved_port() as first, reserved_port() as second, socket.socket() as store, socket.socket() as stranger:
         assert first != second
         with pytest.raises(OSError):
@@ -172,13 +172,13 @@ def test_the_port_is_nobody_elses_and_can_be_listened_on() -> None:
 # What users see
 
 
-def test_only_rank_0_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_output_of_rank_0_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     code, said = run_workers("print('out', rank); print('err', rank, file=sys.stderr)")
     assert (code, said) == (0, "err 0\n")
     assert capfd.readouterr().out == "out 0\n"
 
 
-def test_a_failed_worker_ends_the_run_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+def test_failed_worker_is_named_and_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     code, said = run_workers("if rank == 3: raise ValueError('no such luck')\ntime.sleep(60)\nprint('late', rank)")
     assert code == 1 and "late" not in capfd.readouterr().out
     assert said.splitlines()[0] == (
@@ -193,7 +193,7 @@ def test_a_killed_worker_is_named_with_its_signal() -> None:
     assert "rank 1 (node 0, local rank 1) was killed by SIGKILL" in said
 
 
-def test_the_first_to_fail_is_blamed_not_the_first_to_exit(tmp_path: Path) -> None:
+def test_first_worker_to_fail_is_blamed_not_the_first_to_exit(tmp_path: Path) -> None:
     """Rank 2 fails and takes its time to end; rank 0 loses its peer and is gone before."""
     code, said = run_workers(
         f"failed, gone = r'{tmp_path}/failed', r'{tmp_path}/gone'\n"
@@ -221,7 +221,7 @@ time.sleep(1)
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_worker_that_only_its_watchdog_has_ended_has_not_failed(alone: bool) -> None:
+def test_worker_ended_by_its_watchdog_is_not_blamed(alone: bool) -> None:
     """Whoever loses it as a peer has not, either, though it says so at the same time."""
     ends = "sys.exit(1)" if alone else "sys.exit(1) if rank != 2 else [][0]"
     code, said = run_workers(STUCK_WORKER + ends)
@@ -234,7 +234,7 @@ def test_a_worker_that_only_its_watchdog_has_ended_has_not_failed(alone: bool) -
 
 
 @pytest.mark.parametrize("how", ["exit code 1: KeyError: 7", "killed by SIGKILL"])
-def test_a_worker_that_has_failed_before_others_were_stuck_is_blamed(tmp_path: Path, how: str) -> None:
+def test_worker_that_failed_before_others_stalled_is_blamed(tmp_path: Path, how: str) -> None:
     ends = "os.kill(os.getpid(), 9)" if "SIGKILL" in how else "sys.exit(1)"
     code, said = run_workers(
         f"failed = r'{tmp_path}/failed'\n"
@@ -248,12 +248,12 @@ def test_a_worker_that_has_failed_before_others_were_stuck_is_blamed(tmp_path: P
     assert "tawpipe: error: no rank" not in said
 
 
-def test_a_wrong_setting_is_told_once() -> None:
+def test_wrong_setting_is_reported_once() -> None:
     code, said = run_workers("print('tawpipe: error: --data: got 1; 2', file=sys.stderr); sys.exit(2)")
     assert (code, said) == (2, "tawpipe: error: --data: got 1; 2\n")
 
 
-def test_an_expected_error_is_the_reason() -> None:
+def test_expected_error_is_reported_as_the_reason() -> None:
     code, said = run_workers(
         "if rank == 0: print('tawpipe: error: the loss is not finite', file=sys.stderr); sys.exit(1)\ntime.sleep(60)"
     )
@@ -261,13 +261,13 @@ def test_an_expected_error_is_the_reason() -> None:
     assert "rank 0 (node 0, local rank 0) ended with exit code 1: the loss is not finite" in said
 
 
-def test_standard_error_of_a_good_run_is_passed_on_whole() -> None:
+def test_standard_error_of_a_successful_run_is_passed_on_whole() -> None:
     lines = "warning\nTraceback (most recent call last):\n  caught\nthe end"
     code, said = run_workers(f"if rank == 0: sys.stderr.write({lines!r})")
     assert (code, said) == (0, lines + "\n")
 
 
-def test_what_looked_like_a_failure_is_let_out_when_none_came() -> None:
+def test_withheld_stderr_is_released_if_no_failure_follows() -> None:
     shown = io.StringIO()
     keeper = StderrKeeper(shown_on=shown)
     keeper.feed("before\nTraceback (most recent call last):\n  ünd".encode()[:-2])
@@ -347,7 +347,7 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path, monkeypatch: p
             os.kill(child, signal.SIGKILL)
 
 
-def test_names_of_presets_are_known_without_torch() -> None:
+def test_preset_names_are_known_without_torch() -> None:
     from tawpipe.model.files.build import PRESETS
     from tawpipe.model.settings import PRESET_NAMES
 

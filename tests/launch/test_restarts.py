@@ -22,14 +22,14 @@ def launched(code: str, **settings) -> tuple[int, str]:
     return launch([sys.executable, "-c", head + code], Shape(1, 2), errors=errors, **settings), errors.getvalue()
 
 
-def test_dead_workers_are_started_again(tmp_path):
+def test_dead_workers_are_restarted(tmp_path):
     code = f"open('{tmp_path}/' + restart + '-' + str(rank), 'w')\nsys.exit(3 if restart == '0' and rank == 1 else 0)"
     status, said = launched(code, max_restarts=2)
     assert status == 0 and "restart 1 of at most 2" in said and "rank 1" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
 
 
-def test_nobody_need_read_what_is_said(tmp_path):
+def test_restart_works_if_stderr_is_closed(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
     errors = os.fdopen(writing, "w", buffering=1)
@@ -40,13 +40,13 @@ def test_nobody_need_read_what_is_said(tmp_path):
         errors.close()
 
 
-def test_restarts_end(tmp_path):
+def test_restarts_stop_at_their_limit(tmp_path):
     status, said = launched("sys.exit(3)", max_restarts=1, last_words=lambda: "step 4 is left")
     assert status == 3 and said.count("ended with exit code 3") == 2
     assert said.count("step 4 is left") == 1 and said.endswith("tawpipe: step 4 is left\n")
 
 
-def test_a_wrong_setting_is_not_tried_again():
+def test_wrong_setting_is_not_retried():
     code = "print('tawpipe: error: no', file=sys.stderr); sys.exit(2)"
     status, said = launched(code, max_restarts=3, last_words=lambda: "left")
     assert (status, said) == (2, "tawpipe: error: no\n")
@@ -84,18 +84,18 @@ WAITS = "while not done: time.sleep(0.02)\n"
         ([signal.SIGINT], 128 + signal.SIGINT),  # whoever pressed ctrl-C wants nothing that comes after this command
     ],
 )
-def test_a_signal_is_passed_on_and_waited_for(tmp_path, numbers, expected):
+def test_signal_is_passed_on_to_workers_and_their_end_is_awaited(tmp_path, numbers, expected):
     code = NOTES + WAITS + "time.sleep(0.5)\nsys.exit(0)"
     assert launched_and_told(tmp_path, numbers, code, patience_s=20, last_words=lambda: "left") == (expected, "")
 
 
-def test_what_fails_after_a_signal_is_reported(tmp_path):
+def test_failure_after_a_signal_is_reported(tmp_path):
     code = NOTES + WAITS + "raise SystemExit('no space left' if rank else 0)"
     status, said = launched_and_told(tmp_path, [signal.SIGTERM], code, patience_s=20)
     assert status == 1 and "rank 1" in said and "no space left" in said
 
 
-def test_what_the_signal_itself_ends_is_no_failure(tmp_path):
+def test_end_by_a_signal_is_not_reported_as_a_failure(tmp_path):
     for folder, number, words in (("a", signal.SIGTERM, "received SIGTERM"), ("b", signal.SIGINT, "interrupted")):
         (tmp_path / folder).mkdir()
         status, said = launched_and_told(
@@ -104,7 +104,7 @@ def test_what_the_signal_itself_ends_is_no_failure(tmp_path):
         assert (status, said) == (128 + number, f"tawpipe: {words}\ntawpipe: left\n")
 
 
-def test_patience_ends(tmp_path):
+def test_workers_are_killed_after_the_patience_time(tmp_path):
     code = NOTES + "time.sleep(60)\nopen(os.path.join(READY, 'late'), 'w')"
     status, said = launched_and_told(tmp_path, [signal.SIGTERM], code, patience_s=0.5, grace_s=0.5)
     assert status == 128 + signal.SIGTERM and "SIGTERM" in said and not (tmp_path / "late").exists()

@@ -34,7 +34,7 @@ def words_in(file: Path) -> str:
 
 
 @pytest.mark.slow
-def test_torchrun_ends_with_a_wrong_settings_message(tmp_path: Path) -> None:
+def test_torchrun_output_ends_with_the_message_of_a_wrong_setting(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["-m", "tawpipe", "train", "--steps", "many"]
     done = subprocess.run(
@@ -46,14 +46,14 @@ def test_torchrun_ends_with_a_wrong_settings_message(tmp_path: Path) -> None:
     assert done.stderr.count(MESSAGE) == 1
 
 
-def test_the_first_process_of_a_machine_speaks_through_torchrun_alone(
+def test_local_rank_0_reports_only_through_the_torchrun_error_file(
     as_worker: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "--steps", "many"]) == 2
     assert words_in(as_worker) == MESSAGE and capsys.readouterr().err == ""
 
 
-def test_what_torchrun_starts_again_it_does_not_report(
+def test_error_before_a_torchrun_restart_goes_to_stderr_only_once(
     as_worker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
@@ -64,7 +64,7 @@ def test_what_torchrun_starts_again_it_does_not_report(
     assert capsys.readouterr().err == ""
 
 
-def test_the_other_processes_speak_if_nobody_has_ended_them(as_worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_local_ranks_wait_before_reporting(as_worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr("tawpipe.launch.torchrun.time.sleep", lambda seconds: waited.append(seconds))
@@ -73,7 +73,7 @@ def test_the_other_processes_speak_if_nobody_has_ended_them(as_worker: Path, mon
 
 
 @pytest.mark.parametrize(("error", "code"), [(RunError("the loss is not finite"), 1), (ValueError("ours"), 1)])
-def test_a_run_that_fails_says_so_in_both_places(
+def test_failed_run_reports_to_stderr_and_to_the_torchrun_error_file(
     as_worker: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -90,7 +90,7 @@ def test_a_run_that_fails_says_so_in_both_places(
     assert ("Traceback" in said) == isinstance(error, ValueError)
 
 
-def test_without_torchrun_messages_go_to_the_terminal(
+def test_errors_without_torchrun_are_printed_to_stderr(
     as_worker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TAWPIPE_LOCAL_LAUNCHER", "1")
@@ -99,12 +99,12 @@ def test_without_torchrun_messages_go_to_the_terminal(
 
 
 @pytest.mark.parametrize("command", ["doctor", "prove"])
-def test_torchrun_has_been_told_how_many_processes_there_are(as_worker: Path, command: str) -> None:
+def test_nproc_option_is_refused_under_torchrun(as_worker: Path, command: str) -> None:
     assert main([command, "--nproc", "2"]) == 2
     assert "--nproc: got 2; unset under torchrun, whose --nproc-per-node sets it" in words_in(as_worker)
 
 
-def test_words_are_left_where_torchrun_looks_for_them_and_nowhere_else(tmp_path: Path) -> None:
+def test_error_file_is_written_only_for_torchrun(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     assert leave_words("steps: got ü", {"TORCHELASTIC_ERROR_FILE": str(file)}) and words_in(file) == "steps: got ü"
     assert not leave_words("x", {}) and not leave_words("x", {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "a" / "b")})
