@@ -129,7 +129,7 @@ def weights(pipeline: Pipeline) -> dict[str, torch.Tensor]:
         (None, "Org/Name", False),
     ],
 )
-def test_an_adapter_that_was_made_on_another_base_names_both(made_on, spec, other, tmp_path):
+def test_adapter_made_on_another_base_names_both_bases(made_on, spec, other, tmp_path):
     (tmp_path / "Name").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "Name")
     made_on, spec = made_on and made_on.format(tmp_path), spec.format(tmp_path)
@@ -139,7 +139,7 @@ def test_an_adapter_that_was_made_on_another_base_names_both(made_on, spec, othe
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_of_peft_is_trained_as_in_a_plain_process(kind: str, tmp_path: Path):
+def test_peft_adapter_folder_trains_exports_and_merges_as_in_peft(kind: str, tmp_path: Path):
     """Loaded, trained, exported as an adapter and merged: all as peft has it."""
     base = saved(tmp_path / "base")
     plain = with_peft(base, KINDS[kind], tmp_path / "adapter")
@@ -164,7 +164,7 @@ def test_a_folder_of_peft_is_trained_as_in_a_plain_process(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_adapter_changes_nothing_before_it_is_trained(kind: str, tmp_path: Path):
+def test_new_adapter_leaves_the_loss_unchanged(kind: str, tmp_path: Path):
     """The norms of DoRA among them, which are those of the base weights."""
     base = saved(tmp_path)
     with_one, without = (piped(built(base, lora)) for lora in (KINDS[kind], LoraSettings()))
@@ -178,7 +178,7 @@ def test_a_new_adapter_changes_nothing_before_it_is_trained(kind: str, tmp_path:
         one.close()
 
 
-def test_dora_begins_with_the_norms_of_a_quantised_base(tmp_path: Path):
+def test_dora_starts_with_the_norms_of_a_quantized_base(tmp_path: Path):
     """A new adapter changes nothing there, either."""
     base = saved(tmp_path)
     pipelines = [piped(built(base, KINDS[kind]), quantize="nf4", dtype=torch.float32) for kind in ("lora", "dora")]
@@ -188,7 +188,7 @@ def test_dora_begins_with_the_norms_of_a_quantised_base(tmp_path: Path):
         one.close()
 
 
-def test_a_resumed_adapter_goes_on_with_the_same_bits(tmp_path: Path):
+def test_resumed_adapter_with_dropout_repeats_losses_bit_by_bit(tmp_path: Path):
     """With dropout, whose numbers come again."""
     base, lora = saved(tmp_path / "base"), replace(KINDS["dora"], dropout=0.4)
     whole = piped(built(base, lora))
@@ -207,7 +207,7 @@ def test_a_resumed_adapter_goes_on_with_the_same_bits(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
-def test_a_merged_model_computes_what_its_adapter_did(family: str, tmp_path: Path):
+def test_merged_model_has_the_loss_of_its_adapter(family: str, tmp_path: Path):
     """Layers of another kind, and weights that are stored in another form."""
     base = saved(tmp_path / "base", family)
     model = built(base, LoraSettings(rank=2))
@@ -222,7 +222,7 @@ def test_a_merged_model_computes_what_its_adapter_did(family: str, tmp_path: Pat
     merged.close()
 
 
-def test_frozen_parameters_stay_and_all_others_are_trained(tmp_path: Path):
+def test_frozen_parameters_are_unchanged_and_all_others_are_trained(tmp_path: Path):
     base = saved(tmp_path)
     model = built(base, frozen=("model.layers.[01]", "*norm.weight"))
     before = {name: p.clone() for name, p in AutoModelForCausalLM.from_pretrained(base).named_parameters()}
@@ -234,7 +234,7 @@ def test_frozen_parameters_stay_and_all_others_are_trained(tmp_path: Path):
     pipeline.close()
 
 
-def test_patterns_name_parameters_without_their_adapter(tmp_path: Path):
+def test_freeze_patterns_use_parameter_names_without_the_adapter(tmp_path: Path):
     model = built(saved(tmp_path), LoraSettings(rank=2), ("model.layers.0", "*.lora_A.*")).model.get_base_model()
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     assert trained and all("lora_B" in name and not name.startswith("model.layers.0.") for name in trained)
@@ -253,18 +253,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_fits_nothing_is_refused_by_name(what: str):
+def test_lora_and_freeze_settings_that_match_nothing_are_refused(what: str):
     arguments, words = REFUSED[what]
     with pytest.raises(UserError, match=words):
         build_model("tiny", max_positions=16, **arguments)
 
 
-def test_names_of_experts_are_refused_with_the_reason(tmp_path: Path):
+def test_expert_tensors_as_lora_targets_are_refused_with_the_reason(tmp_path: Path):
     with pytest.raises(UserError, match="gate_up_proj are stored as one tensor each"):
         built(saved(tmp_path, "qwen3_moe"), LoraSettings(rank=2, targets=["gate_up_proj"]))
 
 
-def test_an_adapter_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path):
+def test_mismatching_adapter_folder_is_refused_by_name(tmp_path: Path):
     base, folder = saved(tmp_path / "base"), tmp_path / "adapter"
     with_peft(base, KINDS["lora"], folder)
     given = LoraSettings(adapter=str(folder))
@@ -294,14 +294,14 @@ def test_an_adapter_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path):
         built(base, given)
 
 
-def test_what_cannot_be_merged_is_refused_before_the_run(tmp_path: Path):
+def test_unmergeable_models_are_refused_before_the_run(tmp_path: Path):
     tied = built(saved(tmp_path, tied=True), LoraSettings(rank=2, targets=["lm_head", "q_proj"]))
     for model, words in ((tied.model, "tied"), (built(str(tmp_path)).model, "no LoRA adapter")):
         with pytest.raises(UserError, match=f"merge: .*{words}"):
             refuse_unmergeable(model)
 
 
-def test_the_type_on_disk_is_that_of_the_weights_it_started_from(tmp_path: Path):
+def test_export_dtype_is_that_of_the_loaded_weights(tmp_path: Path):
     base = saved(tmp_path, dtype=torch.bfloat16)
     assert built(base).dtype_on_disk(merge=False) == torch.bfloat16
     adapted = built(base, LoraSettings(rank=2))
@@ -309,7 +309,7 @@ def test_the_type_on_disk_is_that_of_the_weights_it_started_from(tmp_path: Path)
     assert build_model("tiny", max_positions=16).dtype_on_disk(merge=False) == torch.float32
 
 
-def test_settings_that_need_an_adapter_are_refused_without_one():
+def test_lora_settings_without_an_adapter_are_refused():
     for given in (LoraSettings(alpha=3), LoraSettings(dora=True), LoraSettings(targets=["q_proj"])):
         with pytest.raises(UserError, match="unset without"):
             given.check()
@@ -340,13 +340,13 @@ RIGHT = ["right.0.bias", "right.1.weight", "right.1.bias"]
         (["*.[01].weight"], ["left.0.bias", "left.1.bias", "right.0.bias", "right.1.bias"]),
     ],
 )
-def test_patterns_freeze_parameters_and_what_holds_them(patterns: list[str], left: list[str]):
+def test_freeze_patterns_match_parameters_and_their_modules(patterns: list[str], left: list[str]):
     model = Towers()
     freeze(model, patterns)
     assert [name for name, one in model.named_parameters() if one.requires_grad] == left
 
 
-def test_a_name_that_exists_is_no_pattern():
+def test_freeze_takes_an_existing_name_literally_not_as_a_pattern():
     model = torch.nn.ModuleDict(
         {name: torch.nn.Linear(1, 1, bias=False) for name in ("a[1]", "a1", "b*", "bb", "c?", "cc")}
     )
@@ -356,14 +356,14 @@ def test_a_name_that_exists_is_no_pattern():
     assert [name for name, one in model.named_parameters() if one.requires_grad] == ["a1.weight"]
 
 
-def test_patterns_that_name_nothing_or_leave_nothing_are_refused():
+def test_freeze_patterns_without_a_match_or_trainable_rest_are_refused():
     cases = (["lefd"], "freeze: got 'lefd'.*left"), (["left", "right"], "leave a parameter to train")
     for patterns, words in cases:
         with pytest.raises(UserError, match=words):
             freeze(Towers(), patterns)
 
 
-def test_an_adapter_says_what_it_is_and_its_targets_are_all_there():
+def test_adapter_reports_its_facts_and_wrong_targets_are_refused():
     model = real_model(family_config("llama"), torch.float32)
     assert adapter_facts(model) == {} and adapter_words(model) == ""
     made = with_adapter("small", model, LoraSettings(rank=3, targets=["q_proj", "up_proj"], dora=True), "where/it/is")

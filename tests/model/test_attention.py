@@ -53,7 +53,7 @@ def reference(query: Tensor, key: Tensor, value: Tensor, window: int | None, **o
 
 @pytest.mark.parametrize("window", [None, 1, 7, 39, 1000])
 @pytest.mark.parametrize("option", ["plain", "scaling", "softcap", "sinks", "value_dim"])
-def test_every_path_has_the_values_and_gradients_of_the_formula(window: int | None, option: str):
+def test_every_attention_path_has_values_and_gradients_of_the_formula(window: int | None, option: str):
     sinks = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_()
     options = {"scaling": {"scaling": 0.7}, "softcap": {"softcap": 1.5}, "sinks": {"s_aux": sinks}}.get(option, {})
     tensors = inputs(10 if option == "value_dim" else 6)
@@ -69,7 +69,7 @@ def test_every_path_has_the_values_and_gradients_of_the_formula(window: int | No
         torch.testing.assert_close(own, plain, rtol=1e-11, atol=1e-12)
 
 
-def test_dropout_drops_weights_and_its_recomputation_drops_the_same(monkeypatch: pytest.MonkeyPatch):
+def test_attention_dropout_is_repeated_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch):
     """With an identity as values the output shows the weights; the gradient must be taken of those very weights."""
     length = 48
     query = torch.randn(1, 2, length, 8, dtype=torch.float64)
@@ -83,7 +83,7 @@ def test_dropout_drops_weights_and_its_recomputation_drops_the_same(monkeypatch:
     torch.testing.assert_close(gradient[0, :, :, 0], weights[0].sum(0))
 
 
-def test_varlen_kernel_is_given_documents_windows_and_heads_as_it_wants_them(monkeypatch: pytest.MonkeyPatch):
+def test_varlen_kernel_receives_documents_windows_and_grouped_heads(monkeypatch: pytest.MonkeyPatch):
     """What would run on CUDA, with a kernel written out in its place, as torch 2.13 has it and with fewer arguments."""
 
     def kernel(
@@ -124,17 +124,17 @@ def test_varlen_kernel_is_given_documents_windows_and_heads_as_it_wants_them(mon
         ((512, 512, 0.0, None, None, None), "heads of size 512"),
     ],
 )
-def test_what_the_varlen_kernel_cannot_do_is_said(arguments: tuple, reason: str | None):
+def test_reasons_against_the_varlen_kernel_are_reported(arguments: tuple, reason: str | None):
     found = kernels.why_not_varlen(*arguments)
     assert found is None if reason is None else found is not None and reason in found
 
 
-def test_a_document_must_not_cross_a_row():
+def test_document_that_crosses_a_row_is_refused():
     with pytest.raises(AssertionError, match="crosses a row"):
         Documents.of((4, 4, 2), (2, 5), torch.device("cpu"))
 
 
-def test_outside_of_a_chain_the_implementation_says_what_it_needs():
+def test_packed_attention_outside_a_chain_names_the_fix():
     from model_families import family_config, real_model
     from tawpipe.model.chain import Chain
 
@@ -177,7 +177,7 @@ print(peak_mib() - base)
     ],
     ids=["whole", "window", "window and soft cap"],
 )
-def test_memory_at_16k_tokens_stays_far_below_a_mask(lengths: str, heads: int, window: str, softcap: str):
+def test_attention_memory_at_16k_tokens_is_far_below_a_mask(lengths: str, heads: int, window: str, softcap: str):
     """Forward and backward in a process of its own. One S x S mask of bytes would be 256 MiB."""
     code = MEMORY.format(lengths=lengths, heads=heads, window=window, softcap=softcap)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -185,7 +185,7 @@ def test_memory_at_16k_tokens_stays_far_below_a_mask(lengths: str, heads: int, w
     assert float(done.stdout) < 64, f"{done.stdout.strip()} MiB"
 
 
-def test_gradients_of_keys_that_many_slices_see_are_added_up_in_fp32():
+def test_key_gradients_of_many_slices_are_summed_in_fp32():
     """Of a sliding window in bf16: what the slices give is added in fp32 and rounded once, not once for every slice."""
     window, length = 256, 1024
     generator = torch.Generator().manual_seed(0)
@@ -210,7 +210,7 @@ def test_gradients_of_keys_that_many_slices_see_are_added_up_in_fp32():
         assert leaf.grad is not None and torch.equal(leaf.grad, total.bfloat16())
 
 
-def test_parts_without_a_gradient_and_parts_that_overlap():
+def test_overlapping_parts_sum_their_gradients_in_fp32():
     tensor = torch.zeros(1, 1, 6, 1, dtype=torch.bfloat16, requires_grad=True)
     cuts = [slice(0, 4), slice(2, 6), slice(0, 6), *[slice(0, 4)] * 8]
     parts = kernels.parts(tensor, [(slice(None), slice(None), cut) for cut in cuts])
@@ -220,7 +220,7 @@ def test_parts_without_a_gradient_and_parts_that_overlap():
     assert tensor.grad.flatten().tolist() == [1 + 2**-6, 1 + 2**-6, 2 + 2**-6, 2 + 2**-6, 1, 1]
 
 
-def test_narrower_values_make_no_matrix_of_scores():
+def test_narrower_values_need_no_score_matrix_in_memory():
     """The CPU's fused kernel wants one width; without it torch keeps S x S scores of every head, here 256 MiB."""
     query, key = torch.randn(2, 1, 4, 4096, 24, requires_grad=True)
     value = torch.randn(1, 4, 4096, 16, requires_grad=True)

@@ -37,7 +37,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
         (Offer(), BF16, None, True, "documents"),
     ],
 )
-def test_the_fastest_kernel_that_the_device_has_is_chosen(offer, dtype, problem, whole_rows, expected):
+def test_fastest_attention_kernel_of_the_device_is_chosen(offer, dtype, problem, whole_rows, expected):
     kernel, why = choose_kernel(offer, dtype, problem, whole_rows=whole_rows)
     assert kernel == expected and bool(why) == (kernel == "documents")
 
@@ -58,7 +58,7 @@ def test_the_fastest_kernel_that_the_device_has_is_chosen(offer, dtype, problem,
         (Offer(), FP32, {"dropout": 0.1}, "no fused kernel has dropout on the CPU"),
     ],
 )  # fmt: skip
-def test_the_kernel_is_named_before_it_runs(offer, dtype, options, words):
+def test_attention_kernel_is_named_before_it_runs(offer, dtype, options, words):
     assert named(offer, dtype, 128, **options).endswith(words)
 
 
@@ -71,7 +71,7 @@ def test_the_kernel_is_named_before_it_runs(offer, dtype, options, words):
         (GptOssConfig(), ("model.layers.0.self_attn.sinks",), "sinks"),
     ],
 )
-def test_what_a_model_needs_of_its_kernel_is_read_from_its_config(config, names, words):
+def test_kernel_needs_of_a_model_are_read_from_its_config(config, names, words):
     assert words in attention_kernel.kernel_of_model(config, names, CPU, FP32)
 
 
@@ -88,7 +88,7 @@ def on(
     return said
 
 
-def test_flash_attention_3_is_activated_on_hopper_alone(monkeypatch):
+def test_flash_attention_3_is_activated_only_on_hopper(monkeypatch):
     asked: list[str] = []
     for capability in ((8, 0), (10, 0), (12, 0), (9, 0)):
         said = on(monkeypatch, capability, asked.append)
@@ -105,7 +105,7 @@ def test_flash_attention_3_is_activated_on_hopper_alone(monkeypatch):
 @pytest.mark.parametrize(
     "problem", [ImportError("flash_attn_interface"), RuntimeError("no kernels"), ValueError("FA3")]
 )
-def test_without_its_package_flash_attention_2_stays(monkeypatch, problem):
+def test_flash_attention_2_is_used_if_package_3_fails(monkeypatch, problem):
     def fail(name: str) -> None:
         raise problem
 
@@ -114,7 +114,7 @@ def test_without_its_package_flash_attention_2_stays(monkeypatch, problem):
     assert kernels.flash_in_use() == "FA2" and not said
 
 
-def test_a_package_without_the_models_heads_is_not_used(monkeypatch, caplog):
+def test_flash_attention_3_that_fails_on_the_heads_of_a_model_is_not_used(monkeypatch, caplog):
     """Or without windows, or a backward pass: the first layer would end the run. What is taken instead is said."""
 
     def broken(device: Any, dtype: Any, head_dim: int, window: int | None) -> None:
@@ -132,7 +132,7 @@ def test_a_package_without_the_models_heads_is_not_used(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("window", [None, 4096])
-def test_a_kernel_is_tried_in_both_directions(monkeypatch, window):
+def test_try_kernels_runs_forward_and_backward(monkeypatch, window):
     """On two documents of the model's heads."""
     tried: list[str] = []
 
@@ -155,7 +155,7 @@ def test_a_kernel_is_tried_in_both_directions(monkeypatch, window):
 
 
 @pytest.mark.parametrize("window", [None, 4096])
-def test_a_kernel_is_tried_on_the_end_of_a_row(monkeypatch, cuda_kernels, window):
+def test_try_kernels_runs_the_kernel_of_sequence_chunks(monkeypatch, cuda_kernels, window):
     """As chunks call it: fewer queries than keys, of which the heads of queries share some."""
     monkeypatch.setattr(kernels, "varlen", lambda query, *given: query.clone())
     attention_kernel.try_kernels(CPU, BF16, 96, window)
@@ -163,21 +163,21 @@ def test_a_kernel_is_tried_on_the_end_of_a_row(monkeypatch, cuda_kernels, window
 
 
 @pytest.mark.parametrize(("tokens", "kernel"), [(2048, "whole_rows"), (2047, "varlen")])
-def test_a_plan_of_cudnn_is_made_for_lengths_that_recur(tokens, kernel, monkeypatch):
+def test_cudnn_plan_is_made_only_for_recurring_lengths(tokens, kernel, monkeypatch):
     """Rows of one document that are filled have another length each time: a plan for each takes up to a second."""
     assert _called(monkeypatch, HOPPER, (tokens,), None, {}) == [kernel]
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     assert _called(monkeypatch, HOPPER, (tokens,), None, {}) == ["whole_rows"]
 
 
-def test_a_torch_without_the_choice_stays_as_it_is(monkeypatch):
+def test_torch_without_flash_selection_uses_flash_attention_2(monkeypatch):
     monkeypatch.delattr(library, "activate_flash_attention_impl", raising=False)
     monkeypatch.delattr(library, "current_flash_attention_impl", raising=False)
     activate_flash(GPU, BF16, LlamaConfig)
     assert kernels.flash_in_use() == "FA2"
 
 
-def test_what_has_no_dropout_is_not_given_any(monkeypatch):
+def test_kernels_without_dropout_are_excluded_if_dropout_is_set(monkeypatch):
     """The stand-ins for flash attention 2 in torch raise where they are given dropout."""
     allowed: list[Any] = []
 
@@ -213,7 +213,7 @@ def test_what_has_no_dropout_is_not_given_any(monkeypatch):
         (HOPPER, (9, 9), None, {"softcap": 30.0}, None),
     ],
 )
-def test_the_chosen_kernel_is_the_one_that_is_called(monkeypatch, offer, lengths, window, options, expected):
+def test_chosen_attention_kernel_is_the_called_kernel(monkeypatch, offer, lengths, window, options, expected):
     assert _called(monkeypatch, offer, lengths, window, options) == ([] if expected is None else [expected])
 
 
@@ -234,7 +234,7 @@ def _called(
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_whole_rows_are_computed_as_document_by_document(heads):
+def test_whole_row_kernel_equals_document_by_document_attention(heads):
     query, key, value = (torch.randn(2, n, 9, 8, dtype=torch.float64) for n in (4, heads, heads))
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     outputs = [kernels.whole_rows(query, key, value, 0.3), kernels.fused(query, key, value, None, 0.3, 0.0)]

@@ -9,7 +9,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 
 
-def test_labels_are_shifted_and_no_target_lies_in_another_document():
+def test_shifted_labels_never_cross_a_document_border():
     ids = torch.tensor([[10, 11, 12, 13, 14], [20, 21, 22, 23, 24]])
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
     batch = MicroBatch.from_rows(ids, ids, positions)
@@ -19,14 +19,14 @@ def test_labels_are_shifted_and_no_target_lies_in_another_document():
     assert batch.tokens == 6
 
 
-def test_masked_labels_do_not_count():
+def test_masked_labels_are_not_counted():
     ids = torch.tensor([[1, 2, 3, 4]])
     batch = MicroBatch.from_rows(ids, torch.tensor([[-100, -100, 3, 4]]))
     assert batch.labels.tolist() == [[-100, 3, 4, -100]]
     assert batch.tokens == 2 and batch.lengths == (4,)
 
 
-def test_padding_is_a_document_of_its_own_that_does_not_count():
+def test_padding_is_a_separate_document_without_labels():
     ids = torch.tensor([[1, 2, 3, 0, 0], [1, 2, 3, 4, 5], [0, 0, 0, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
     batch = MicroBatch.from_rows(ids, ids, attention_mask=mask)
@@ -38,13 +38,13 @@ def test_padding_is_a_document_of_its_own_that_does_not_count():
     assert packed.lengths == (1, 2, 2) and packed.tokens == 1
 
 
-def test_padding_on_the_left_is_refused():
+def test_left_padding_is_refused():
     ids = torch.tensor([[0, 1, 2]])
     with pytest.raises(UserError, match="right"):
         MicroBatch.from_rows(ids, ids, attention_mask=torch.tensor([[0, 1, 1]]))
 
 
-def test_moving_keeps_everything():
+def test_micro_batch_keeps_lengths_and_tokens_when_moved():
     ids = torch.tensor([[1, 2, 3]])
     batch = MicroBatch.from_rows(ids, ids)
     moved = batch.to("cpu")

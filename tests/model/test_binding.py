@@ -43,7 +43,7 @@ def flat(unit: Unit) -> Tensor:
     return torch.linspace(-1, 1, unit.numel + 3)
 
 
-def test_within_a_visit_parameters_are_the_buffer_and_outside_of_it_nan() -> None:
+def test_parameters_are_buffer_views_within_a_visit_and_nan_outside() -> None:
     model, binding, units = bound()
     x = torch.ones(1, 3)
     assert model(x).isnan().all() and model.first.weight.untyped_storage().nbytes() == 4
@@ -61,7 +61,7 @@ def test_within_a_visit_parameters_are_the_buffer_and_outside_of_it_nan() -> Non
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_gradients_go_into_the_buffer_and_what_none_reached_is_zero(accumulate: bool) -> None:
+def test_gradients_fill_the_buffer_and_missing_gradients_are_zero(accumulate: bool) -> None:
     model, binding, (unit, frozen) = bound()
     binding.bind(0, flat(unit))
     binding.bind(1, flat(frozen))
@@ -83,7 +83,7 @@ def test_gradients_go_into_the_buffer_and_what_none_reached_is_zero(accumulate: 
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_many_gradients_are_added_up_in_fp32_before_they_are_rounded_once() -> None:
+def test_gradients_of_chunks_are_summed_in_fp32_and_rounded_once() -> None:
     model, binding, (unit, _) = bound()
     binding.bind(0, flat(unit))
     target = torch.ones(unit.numel, dtype=torch.bfloat16)
@@ -97,7 +97,7 @@ def test_many_gradients_are_added_up_in_fp32_before_they_are_rounded_once() -> N
         model.first.bias.sum().backward()
 
 
-def test_places_of_gradients_begin_with_zeros_or_with_what_has_arrived() -> None:
+def test_gradient_buffers_start_with_zeros_unless_accumulating() -> None:
     model, binding, (unit, _) = bound()
     binding.bind(0, flat(unit))
     sums = torch.full((unit.numel,), 7.0)
@@ -110,7 +110,7 @@ def test_places_of_gradients_begin_with_zeros_or_with_what_has_arrived() -> None
     assert sorted(sums.unique().tolist()) == [0.0, 1.0, 3.0]  # of `unused` none has come
 
 
-def test_what_is_trained_is_settled_before() -> None:
+def test_change_of_requires_grad_after_the_pipeline_is_made_is_refused() -> None:
     model, binding, _ = bound()
     binding.check_frozen()
     model.second.bias.requires_grad_(True)
@@ -118,7 +118,7 @@ def test_what_is_trained_is_settled_before() -> None:
         binding.check_frozen()
 
 
-def test_a_model_without_weights_refuses_what_needs_them() -> None:
+def test_model_whose_weights_a_pipeline_took_refuses_use() -> None:
     model = Two()
     refuse_emptied(model)
     refuse_use(model)

@@ -56,7 +56,7 @@ def gpt2() -> Any:
 
 @pytest.mark.parametrize("make", [llama(), gpt2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("recompute", ["full", "selective", "none"])
-def test_a_model_without_faults_is_right(make, recompute):
+def test_plain_model_matches_plain_training(make, recompute):
     assert right_or_refused(make, rows_of(), recompute=recompute) == "right"
     batch, documents = packed([0], [[5, 9, 2], [16], [8, 8]])
     assert right_or_refused(make, batch, documents=documents, recompute=recompute) == "right"
@@ -66,7 +66,7 @@ def test_a_model_without_faults_is_right(make, recompute):
 
 
 @pytest.mark.parametrize("delay", [None, slow], ids=["quick", "slow"])
-def test_weights_right_after_the_loss_are_the_updated_ones(delay):
+def test_parameters_read_right_after_the_loss_are_the_updated_values(delay):
     """In 30 steps, each time of other parameters, beside a pipeline that waits for everything."""
     reading, waiting = (piped(llama(), delay=d, optimizer=None, loss_chunk_tokens=64) for d in (delay, None))
     names, stale = reading.parameter_names, []
@@ -89,7 +89,7 @@ def value_of(pipeline: Pipeline, name: str) -> torch.Tensor:
     return value.clone()
 
 
-def test_a_value_that_was_read_early_is_not_kept(tmp_path):
+def test_parameter_read_early_is_read_again_later(tmp_path):
     """It is read again after ``drain``, after more steps and after ``load``."""
     pipeline, name = piped(llama(), delay=slow), "model.norm.weight"
     pipeline.save(tmp_path / "state")
@@ -136,7 +136,7 @@ AFTERWARDS = {
 """What scripts do with a model; some of it is what they did before they had a pipeline."""
 
 
-def test_the_model_says_that_its_weights_are_elsewhere(tmp_path):
+def test_model_without_weights_names_export_on_every_use(tmp_path):
     model = llama()()
     pipeline = piped(model)
     pipeline.step(rows_of())
@@ -165,7 +165,7 @@ def assert_same_as_two_steps(pipeline: Pipeline) -> None:
 @pytest.mark.parametrize(
     "use", [lambda m: m.eval(), lambda m: m.train(), lambda m: m.zero_grad()], ids=["eval", "train", "zero_grad"]
 )
-def test_what_scripts_do_between_steps_changes_nothing(use):
+def test_eval_train_and_zero_grad_between_steps_change_nothing(use):
     """Dropout goes on although the script says ``eval`` for a while."""
     losses = []
     for disturbed in (False, True):
@@ -179,7 +179,7 @@ def test_what_scripts_do_between_steps_changes_nothing(use):
     assert losses[0] == losses[1]
 
 
-def test_peft_models_say_so_too(tmp_path):
+def test_peft_model_without_weights_names_export_on_every_use(tmp_path):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(llama()(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     pipeline = piped(model.double())
@@ -204,7 +204,7 @@ def _overwrite(tensors: Any) -> None:
 
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("delay", [pytest.param(None, marks=pytest.mark.slow), slow], ids=["quick", "slow"])
-def test_a_tensor_may_be_overwritten_when_step_has_returned(name, delay):
+def test_batch_tensors_may_be_overwritten_after_step_returns(name, delay):
     def batch():
         return packed([0], [[5, 9, 2], [16], [8, 8]])[0] | {"attention_mask": mask}
 
@@ -216,7 +216,7 @@ def test_a_tensor_may_be_overwritten_when_step_has_returned(name, delay):
 
 
 @pytest.mark.parametrize("name", ["input_ids", "labels", "position_ids"])
-def test_so_may_the_tensors_of_a_local_batch(name):
+def test_local_batch_tensors_may_be_overwritten_after_step_returns(name):
     def local():
         batch = rows_of()
         parts = [MicroBatch.from_rows(batch["input_ids"][i : i + 1], batch["labels"][i : i + 1]) for i in range(ROWS)]
@@ -229,7 +229,7 @@ def test_so_may_the_tensors_of_a_local_batch(name):
     assert_same(mine, piped_numbers(llama(), local()), 0.0)
 
 
-def test_one_batch_may_be_filled_again_for_every_step():
+def test_single_batch_buffer_may_be_refilled_for_every_step():
     """As loaders with pinned buffers do."""
     pipeline, waiting = piped(llama(), delay=slow), piped(llama())
     place, losses = rows_of(0), []
@@ -261,11 +261,11 @@ def roberta(**config: Any) -> Any:
     )
 
 
-def test_positions_that_begin_behind_the_padding_token():
+def test_roberta_positions_behind_the_padding_id_are_right_or_refused():
     right_or_refused(roberta, rows_of(), refused="position")
 
 
-def test_positions_that_begin_behind_the_padding_token_in_packed_rows():
+def test_roberta_positions_in_packed_rows_are_right_or_refused():
     """Without position_ids of the user the documents come from an attention mask."""
     lengths = [[5, 9, 2], [16], [8, 8]]
     right_or_refused(
@@ -275,19 +275,19 @@ def test_positions_that_begin_behind_the_padding_token_in_packed_rows():
 
 @pytest.mark.parametrize("make", [roberta, opt, llama(), gpt2], ids=["roberta", "opt", "llama", "gpt2"])
 @pytest.mark.parametrize("padding", [0, 1])
-def test_the_padding_token_in_a_text(make, padding):
+def test_padding_token_within_a_text_is_right_or_refused(make, padding):
     batch = rows_of()
     batch["input_ids"][:, 3::5] = padding
     right_or_refused(make, batch, refused="position|pad")
 
 
-def test_opt_gives_its_own_offset():
+def test_opt_position_offset_is_right():
     assert right_or_refused(opt, rows_of()) == "right"
 
 
 @pytest.mark.parametrize("make", [gpt2, llama(), opt], ids=["gpt2", "llama", "opt"])
 @pytest.mark.parametrize("first", [7, 1])
-def test_positions_that_begin_elsewhere(make, first):
+def test_positions_with_another_start_are_right_or_refused(make, first):
     batch, documents = packed([first], [[LENGTH]] * ROWS)
     # Rotations are computed in fp32, so that a distance between larger positions is another number.
     limit = 1e-5 if first and "rope" in str(base_config(make)) else 1e-9
@@ -295,13 +295,13 @@ def test_positions_that_begin_elsewhere(make, first):
 
 
 @pytest.mark.parametrize("firsts", [[1], [2, 5, 0], [7]], ids=str)
-def test_positions_that_begin_elsewhere_in_every_document(firsts):
+def test_positions_with_another_start_per_document_are_right_or_refused(firsts):
     batch, documents = packed(firsts, [[5, 9, 2], [16], [8, 8]])
     right_or_refused(gpt2, batch, documents=documents, refused="position_ids")
 
 
 @pytest.mark.parametrize("make", [gpt2, llama()], ids=["gpt2", "llama"])
-def test_positions_that_leave_some_out_or_stand_still(make):
+def test_positions_with_gaps_or_repeats_are_refused_or_right(make):
     """Gaps do not begin a document, and there is no telling what the same position twice means."""
     batch, documents = packed([0], [[LENGTH]] * ROWS)
     batch["position_ids"] = batch["position_ids"] * 2
@@ -320,14 +320,14 @@ def numbered(lengths: Any, padding: tuple[int, ...] = ()) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [gpt2, llama()], ids=["gpt2", "llama"])
-def test_a_mask_of_document_numbers(make):
+def test_attention_mask_of_document_numbers_is_right_or_refused(make):
     lengths = [[5, 8, 3], [16], [8, 8]]
     batch = rows_of() | {"attention_mask": numbered(lengths, padding=(3, 0, 0))}
     right_or_refused(make, batch, documents=spans_of([[5, 8], [16], [8, 8]]), refused="attention_mask")
 
 
 @pytest.mark.parametrize("kind", [torch.long, torch.bool, torch.float32, torch.int32])
-def test_padding_on_the_right_in_any_dtype(kind):
+def test_right_padding_masks_of_any_dtype_are_right_or_refused(kind):
     mask = numbered([[16]] * ROWS, padding=(3, 0, 5)).to(kind)
     documents = [(0, 0, 13), (1, 0, 16), (2, 0, 11)]
     right_or_refused(llama(), rows_of() | {"attention_mask": mask}, documents=documents, refused="attention_mask")
@@ -335,7 +335,7 @@ def test_padding_on_the_right_in_any_dtype(kind):
 
 @pytest.mark.parametrize("where", ["left", "middle"])
 @pytest.mark.parametrize("make", [gpt2, llama()], ids=["gpt2", "llama"])
-def test_padding_on_the_left_or_in_the_middle(make, where):
+def test_left_or_middle_padding_is_refused(make, where):
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     mask[1, :4] = 0
     if where == "middle":
@@ -344,7 +344,7 @@ def test_padding_on_the_left_or_in_the_middle(make, where):
         piped_numbers(make, rows_of() | {"attention_mask": mask})
 
 
-def test_a_mask_of_four_dimensions_is_refused():
+def test_attention_mask_with_four_dimensions_is_refused():
     mask = torch.ones(ROWS, 1, LENGTH, LENGTH).tril()
     with pytest.raises(UserError, match="attention_mask"):
         piped_numbers(llama(), rows_of() | {"attention_mask": mask})
@@ -357,13 +357,13 @@ def test_more_tokens_than_positions_are_refused():
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.float32])
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
-def test_ids_and_labels_of_other_dtypes(name, kind):
+def test_ids_and_labels_of_other_dtypes_are_right_or_refused(name, kind):
     batch = rows_of()
     right_or_refused(llama(), batch | {name: batch[name].to(kind)}, refused=name)
 
 
 @pytest.mark.parametrize(("name", "value"), [("input_ids", VOCABULARY), ("labels", VOCABULARY), ("labels", -1)])
-def test_ids_and_labels_outside_of_the_vocabulary_are_refused(name, value):
+def test_ids_and_labels_outside_the_vocabulary_are_refused(name, value):
     batch = rows_of()
     batch[name][0, 5] = value
     with pytest.raises(UserError, match=name):
@@ -371,7 +371,7 @@ def test_ids_and_labels_outside_of_the_vocabulary_are_refused(name, value):
 
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.Tensor.tolist], ids=["array", "list"])
-def test_numbers_that_are_no_tensors_are_refused(convert):
+def test_batches_that_are_not_tensors_are_refused(convert):
     with pytest.raises(UserError, match=r"batch.*tensor"):
         piped_numbers(llama(), {name: convert(tensor) for name, tensor in rows_of().items()})
 
@@ -384,7 +384,7 @@ def narrow(kind: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_loss_in_few_bits_keeps_the_gradients(kind):
+def test_low_precision_loss_keeps_gradients_or_is_refused(kind):
     """What it returns is rounded; the scale by which its gradient is multiplied must not be."""
     right_or_refused(
         llama(), rows_of(), loss=narrow(kind), plain_loss=token_sum, loss_limit=1e-2, refused="loss.*(float|fp)32"
@@ -392,7 +392,7 @@ def test_a_loss_in_few_bits_keeps_the_gradients(kind):
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_a_loss_in_few_bits_of_many_tokens(kind):
+def test_low_precision_loss_of_many_tokens_is_right_or_refused(kind):
     """A scale of 1 / tokens is below the normal numbers of fp16, and a sum may be above the largest."""
     batch = rows_of(rows=2, length=120)
     right_or_refused(
@@ -434,12 +434,12 @@ def test_a_loss_that_returns_the_mean_is_refused(loss, chunk):
     ],
     ids=["vector", "one in a vector", "tuple", "float", "detached", "nothing"],
 )
-def test_a_loss_that_returns_something_else_is_refused(loss):
+def test_loss_that_returns_no_single_number_is_refused(loss):
     with pytest.raises(UserError, match="loss"):
         piped_numbers(llama(), rows_of(), loss=loss)
 
 
-def test_a_loss_that_is_nan_where_no_label_counts():
+def test_loss_that_is_nan_without_labels_is_right_or_refused():
     """A mean times a count, as one writes it for a whole row."""
     right_or_refused(
         llama(),
@@ -450,7 +450,7 @@ def test_a_loss_that_is_nan_where_no_label_counts():
     )
 
 
-def test_a_loss_with_parameters_of_its_own_is_refused():
+def test_loss_with_parameters_is_refused():
     class Tempered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -463,7 +463,7 @@ def test_a_loss_with_parameters_of_its_own_is_refused():
         piped_numbers(llama(), rows_of(), loss=Tempered())
 
 
-def test_a_loss_that_changes_the_logits_in_place():
+def test_loss_that_changes_logits_in_place_is_right_or_refused():
     def loss(logits, labels):
         return token_sum(logits.mul_(0.5), labels)
 
@@ -471,7 +471,7 @@ def test_a_loss_that_changes_the_logits_in_place():
     right_or_refused(llama(), rows_of(), loss=loss, refused="loss", loss_chunk_tokens=1024)
 
 
-def test_a_loss_that_changes_the_labels_in_place():
+def test_loss_that_changes_labels_in_place_is_right_or_refused():
     """Then labels that do not count count as 0, and must not in a second pass over them."""
 
     def loss(logits, labels):
@@ -491,7 +491,7 @@ def test_a_loss_that_changes_the_labels_in_place():
     pipeline.close()
 
 
-def test_the_helper_itself_sees_a_wrong_gradient():
+def test_assert_same_detects_a_wrong_gradient():
     with pytest.raises(AssertionError, match="changes are wrong"):
         assert_same(plain_numbers(llama(), rows_of()), plain_numbers(llama(), rows_of(4)), loss_limit=1.0)
 
@@ -507,7 +507,7 @@ def test_a_parameter_frozen_after_the_pipeline_is_made_is_refused():
         pipeline.step(rows_of())
 
 
-def test_a_step_without_gradient_or_in_inference_mode_or_under_autocast():
+def test_step_works_without_grad_mode_and_refuses_autocast():
     expected = piped_numbers(llama(), rows_of())
     with torch.no_grad():
         assert_same(piped_numbers(llama(), rows_of()), expected)
@@ -520,7 +520,7 @@ def test_a_step_without_gradient_or_in_inference_mode_or_under_autocast():
         pipeline.step(rows_of())
 
 
-def test_tensors_of_another_default_device_are_no_harm():
+def test_default_device_of_the_caller_changes_nothing():
     expected = piped_numbers(llama(), rows_of())
     batch, model = rows_of(), llama()()
     with torch.device("meta"):
@@ -530,7 +530,7 @@ def test_tensors_of_another_default_device_are_no_harm():
         assert pipeline.step(batch).loss == expected.loss
 
 
-def test_modules_in_evaluation_mode_stay_there():
+def test_layers_in_evaluation_mode_drop_nothing():
     """Dropout of a layer that the caller has put into evaluation mode stays off."""
 
     def make():
@@ -549,7 +549,7 @@ def test_ranks_with_different_batches_are_refused(pool):
     assert all("the same global batch" in message for message in messages)
 
 
-def test_some_layers_of_qwen2_moe_have_a_window():
+def test_qwen2_moe_with_some_window_layers_matches_plain_training():
     """Its mask function is a sliding window that is made of two functions."""
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_experts_per_tok": 2}
     experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
@@ -569,7 +569,7 @@ _TABLES = {
 
 
 @pytest.mark.parametrize("family", _TABLES)
-def test_rows_longer_than_a_table_of_positions_hold_documents_that_are_not(family):
+def test_rows_beyond_the_position_table_may_hold_shorter_documents(family):
     """Positions are looked up anew for every document."""
     batch, documents = packed([0], [[14, 16, 10], [16, 15, 9]])
     right_or_refused(_TABLES[family], batch, documents=documents)
@@ -588,7 +588,7 @@ def _longrope() -> Any:
 
 
 @pytest.mark.parametrize(("lengths", "right"), [((12, 6), True), ((24, 24), True), ((24, 12), False)])
-def test_longrope_scales_all_documents_of_a_micro_batch_alike(lengths, right):
+def test_longrope_refuses_micro_batches_of_short_and_long_documents(lengths, right):
     batch, documents = packed([0], [lengths])
     if right:
         right_or_refused(_longrope, batch, documents=documents)
@@ -598,7 +598,7 @@ def test_longrope_scales_all_documents_of_a_micro_batch_alike(lengths, right):
 
 
 @pytest.mark.parametrize("make", [_longrope, lambda: real_model(family_config("gemma3"))])
-def test_rotary_angles_are_computed_once_for_a_micro_batch(make):
+def test_rotary_angles_are_computed_once_per_micro_batch(make):
     """Not for every chunk of the head again, which does not read them."""
     model = make()
     pipeline, calls = piped(model, loss_chunk_tokens=3), []

@@ -71,12 +71,12 @@ RIGHT = {
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("what", quick_ones(RIGHT, [*RIGHT][::3]))
-def test_adapters_are_as_in_a_plain_process(what, recompute):
+def test_adapters_train_as_in_a_plain_process(what, recompute):
     assert right_or_refused(adapted(RIGHT[what]()), rows_of(), recompute=recompute) == "right"
 
 
 @pytest.mark.parametrize("what", ["lora", "dora", "both saved"])
-def test_adapters_of_a_tied_model(what):
+def test_adapters_of_a_tied_model_are_right_or_refused(what):
     base = llama(tied=True)
     refused = "tied|modules_to_save"
     assert right_or_refused(adapted(RIGHT[what](), base), rows_of(), refused=refused) in ("right", "refused")
@@ -112,14 +112,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("what", quick_ones(OTHERS, [*OTHERS][::3]))
-def test_other_adapters_are_right_or_refused_by_name(what):
+def test_other_adapter_types_are_right_or_refused_by_name(what):
     config, refused = OTHERS[what]
     limit = 1e-6 if what == "adaption prompt" else 1e-9  # peft computes its softmax in fp32
     right_or_refused(adapted(config()), rows_of(), refused=refused, limit=limit)
 
 
 @pytest.mark.parametrize("active", ["default", "other", ["default", "other"]], ids=str)
-def test_two_adapters_of_which_some_are_active(active):
+def test_partly_active_adapters_are_right_or_refused(active):
     """Those that are not are neither used nor trained."""
 
     def make() -> Any:
@@ -131,7 +131,7 @@ def test_two_adapters_of_which_some_are_active(active):
     right_or_refused(make, rows_of(), refused="adapter")
 
 
-def test_adapters_that_are_switched_off_are_refused():
+def test_disabled_adapters_are_refused():
     def make() -> Any:
         model = adapted(_lora())()
         model.base_model.disable_adapter_layers()
@@ -153,7 +153,7 @@ def test_merged_adapters_are_refused():
         piped_numbers(make, rows_of())
 
 
-def test_lora_dropout_draws_the_same_again():
+def test_lora_dropout_repeats_under_every_recomputation():
     losses = [
         piped_numbers(adapted(_lora(lora_dropout=0.3)), rows_of(), recompute=recompute, seed=2)
         for recompute in ("full", "none", "selective")
@@ -185,7 +185,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_adapters_with_a_loss_or_inputs_of_their_own_are_refused_by_name(what):
+def test_adapters_with_extra_loss_or_inputs_are_refused_by_name(what):
     config, refused = REFUSED[what]
     model = peft.get_peft_model(llama()(), config()).double()
     with pytest.raises(UserError, match=f"(?i){refused}"):
@@ -195,7 +195,7 @@ def test_adapters_with_a_loss_or_inputs_of_their_own_are_refused_by_name(what):
 # Without a model of peft's around
 
 
-def test_adapters_by_transformers_own_integration():
+def test_adapters_by_transformers_add_adapter_are_right_or_refused():
     def make() -> Any:
         model = llama()()
         torch.manual_seed(8)
@@ -205,7 +205,7 @@ def test_adapters_by_transformers_own_integration():
     right_or_refused(make, rows_of(), refused="add_adapter|get_peft_model")
 
 
-def test_adapters_by_injection():
+def test_injected_adapters_are_right_or_refused():
     def make() -> Any:
         torch.manual_seed(8)
         return shaken(peft.inject_adapter_in_model(_lora(), llama()()))
@@ -214,7 +214,7 @@ def test_adapters_by_injection():
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_adapters_of_parameters(recompute):
+def test_adapters_on_expert_parameters_are_right_or_refused(recompute):
     """Of experts, which are no linear modules."""
     config = peft.LoraConfig(
         r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -223,12 +223,12 @@ def test_adapters_of_parameters(recompute):
     right_or_refused(adapted(config, base), rows_of(), refused="target_parameters", limit=1e-6, recompute=recompute)
 
 
-def test_adapters_of_parameters_of_a_dense_model():
+def test_adapters_on_dense_parameters_are_right_or_refused():
     config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.up_proj.weight"])
     right_or_refused(adapted(config), rows_of(), refused="target_parameters")
 
 
-def test_export_of_transformers_own_integration_is_an_adapter_or_refused(tmp_path):
+def test_export_after_transformers_add_adapter_is_an_adapter_or_refused(tmp_path):
     model = llama()()
     model.add_adapter(_lora())
     try:
@@ -245,7 +245,7 @@ def test_export_of_transformers_own_integration_is_an_adapter_or_refused(tmp_pat
 # Layers that are left out now and then
 
 
-def test_opt_with_layerdrop_is_right_or_refused():
+def test_opt_with_layerdrop_is_repeatable_or_refused():
     """A layer that is left out in the forward pass must be left out in the backward pass."""
     make = lambda: opt(layerdrop=0.5)  # noqa: E731
     for seed in range(4):
@@ -263,7 +263,7 @@ def test_opt_without_layerdrop_is_right():
     assert right_or_refused(lambda: opt(layerdrop=0.0), rows_of()) == "right"
 
 
-def test_the_adapters_here_do_something():
+def test_adapters_under_test_change_the_loss_and_are_trained():
     """Otherwise a model whose adapters are never called would pass."""
     plain: dict[str, Tensor] = plain_numbers(adapted(_lora()), rows_of()).change
     assert all(value.any() for name, value in plain.items() if "lora_" in name)

@@ -81,7 +81,7 @@ HEADS = {
 
 @pytest.mark.parametrize("chunk", [6, 1024])
 @pytest.mark.parametrize("what", HEADS)
-def test_a_head_that_needs_more_than_one_token(what, chunk):
+def test_head_that_needs_several_tokens_is_right_or_refused(what, chunk):
     right_or_refused(
         llama(body=body(**HEADS[what])),
         rows_of(),
@@ -151,22 +151,22 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("what", BETWEEN)
-def test_something_between_layers(what):
+def test_computation_between_layers_is_right_or_refused(what):
     right_or_refused(llama(body=body(**BETWEEN[what])), rows_of(), refused="between (two )?layers|hidden states|head")
 
 
-def test_something_behind_the_last_layer_is_the_heads():
+def test_scaling_after_the_last_layer_counts_as_part_of_the_head():
     assert right_or_refused(llama(body=body(between=_scaled_after_last)), rows_of()) == "right"
 
 
-def test_hidden_states_of_one_layer_handed_to_all():
+def test_hidden_states_passed_to_all_layers_are_right_or_refused():
     make = llama(_uses_what_is_handed_on, body=body(besides=_handed_on))
     right_or_refused(make, rows_of(), refused="besides the hidden states|between|hidden states")
 
 
 @pytest.mark.parametrize("per_visit", [1, 3])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_state_that_layers_hand_on_through_the_model(recompute, per_visit):
+def test_state_passed_between_layers_is_right_or_refused(recompute, per_visit):
     """A layer leaves something where the next one looks for it."""
     shared: dict[str, Tensor] = {}
 
@@ -232,11 +232,11 @@ HOOKS = [
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_and_the_like(hook, recompute):
+def test_hooks_are_right_or_refused(hook, recompute):
     right_or_refused(llama(prepare=hook), rows_of(), refused="hook|checkpointing", recompute=recompute)
 
 
-def test_a_forward_of_one_object_is_refused_or_right():
+def test_replaced_forward_of_a_module_is_right_or_refused():
     """As ``accelerate`` and others put it there."""
 
     def prepare(model: Any) -> None:

@@ -91,7 +91,7 @@ SHARING = [
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("share", SHARING)
-def test_layers_that_share(share, recompute):
+def test_shared_layers_are_right_or_refused(share, recompute):
     right_or_refused(
         llama(prepare=share),
         rows_of(),
@@ -120,12 +120,12 @@ def _shorter(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_copied_layers, _longer, _longer_than_the_config_says, _shorter])
-def test_layers_that_were_copied_or_left_out(change):
+def test_copied_or_missing_layers_are_right_or_refused(change):
     right_or_refused(llama(prepare=change), rows_of(), refused="layers|attention|config")
 
 
 @pytest.mark.parametrize("frozen", ["layers.0.", "layers.2.", ""])
-def test_sharing_with_frozen_parameters(frozen):
+def test_shared_layers_with_frozen_parameters_are_right_or_refused(frozen):
     def prepare(model: Any) -> None:
         _same_layer(model)
         _same_parameter(model)
@@ -135,7 +135,7 @@ def test_sharing_with_frozen_parameters(frozen):
     right_or_refused(llama(prepare=prepare), rows_of(), refused="same|share|twice")
 
 
-def test_parameters_that_overlap_are_refused():
+def test_overlapping_parameters_are_right_or_refused():
     """Plain training changes both at once. The model is not converted to fp64 here, which would part them."""
 
     def make() -> Any:
@@ -165,7 +165,7 @@ def _scaled_leaf(self: Any, embedded: Tensor, ids: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("before", [_scaled, _shifted, _scaled_leaf])
-def test_embeddings_changed_in_place(before, recompute):
+def test_in_place_changes_of_embeddings_are_right_or_refused(before, recompute):
     right_or_refused(llama(body=body(before=before)), rows_of(), refused="in place", recompute=recompute)
 
 
@@ -181,7 +181,7 @@ def ctrl() -> Any:
     return real_model(CTRLConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0))
 
 
-def test_ctrl_scales_its_embeddings_in_place():
+def test_ctrl_scales_its_embeddings_in_place_and_is_right_or_refused():
     right_or_refused(ctrl, rows_of(), refused="in place|mask|attention")
     batch, documents = packed([0], [[5, 9, 2], [16], [8, 8]])
     right_or_refused(ctrl, batch, documents=documents, refused="in place|mask|attention")
@@ -199,7 +199,7 @@ def _ids_first_and_weights_in_backward(self: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("embed", [_ids_first, _ids_first_and_weights_in_backward])
-def test_ids_changed_in_place(embed):
+def test_in_place_changes_of_input_ids_are_right_or_refused(embed):
     """The caller's batch stays as it is, and a second pass over the same micro-batch sees what the first one saw."""
     batch = rows_of()
     refused = "input_ids.*in place|in place.*input_ids"
@@ -261,7 +261,7 @@ IN_PLACE = [
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("layer", IN_PLACE)
-def test_a_layer_changes_what_it_is_given(layer, recompute):
+def test_in_place_changes_of_layer_inputs_are_right_or_refused(layer, recompute):
     # Torch itself ends this one, in words of its own.
     ends = pytest.raises(CheckpointError) if (layer, recompute) == (_scales_unseen, "selective") else nullcontext()
     with ends:
@@ -269,7 +269,7 @@ def test_a_layer_changes_what_it_is_given(layer, recompute):
 
 
 @pytest.mark.parametrize("layer", [_adds_first, _scales_unseen, _rotary_first])
-def test_a_layer_changes_what_it_is_given_while_inputs_are_offloaded(layer):
+def test_in_place_changes_of_offloaded_inputs_are_right_or_refused(layer):
     right_or_refused(llama(layer), rows_of(), refused="in place", offloaded_layers=3, micro_batches_per_visit=3)
 
 
@@ -283,7 +283,7 @@ def _mask_read(layer: Any, hidden: Tensor, call: Any) -> Tensor:
     return own(layer, hidden, **call) * (1 + 0.01 * seen[:, 0, :, None])
 
 
-def test_a_layer_that_works_on_the_mask_is_right_where_a_row_is_one_document():
+def test_layer_may_read_the_mask_but_not_change_it_in_place():
     """Then it is given the model's own mask, of numbers; of several documents it takes each in turn."""
     assert right_or_refused(llama(_mask_read), rows_of()) == "right"
     rows, documents = packed([0, 0, 0], [(4, 12)] * 3)
@@ -347,7 +347,7 @@ STATEFUL = {
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("what", STATEFUL)
-def test_a_layer_with_a_state(what, recompute):
+def test_stateful_layers_are_right_or_refused(what, recompute):
     layer, prepare = STATEFUL[what]
     given = (lambda each, hidden, call: own(each, hidden, **call)) if layer is own else layer
     right_or_refused(
@@ -359,7 +359,7 @@ def test_a_layer_with_a_state(what, recompute):
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_running_statistics_count_every_micro_batch_once(recompute):
+def test_batch_norm_counts_every_micro_batch_once(recompute):
     """BatchNorm in training: the gradients do not depend on the statistics, what is exported does."""
     make = llama(_batch_norm, prepare=add_to_layers("norm", lambda: nn.BatchNorm1d(32)))
     if right_or_refused(make, rows_of(), refused="in place|buffer|statistics", recompute=recompute) == "right":
@@ -383,7 +383,7 @@ def _by_frequency(model: Any) -> None:
 
 
 @pytest.mark.parametrize("option", [_largest_rows, _sparse, _by_frequency])
-def test_options_of_an_embedding(option):
+def test_embedding_options_are_right_or_refused(option):
     """One renormalises its weight in place, one has sparse gradients, one looks at all ids of a call."""
     batch, documents = packed([0], [[16]] * ROWS)
     refused = "max_norm|in place|parameter|sparse|scale_grad_by_freq"
@@ -420,7 +420,7 @@ def like_plain(world: World, *, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", PLACES)
-def test_on_two_processes(pool, what):
+def test_in_place_changes_on_two_processes_are_right_or_refused(pool, what):
     """Where weights are not at home when they are used, a change to them is lost or hits a copy."""
     outcome = pool.run("test_borders_layers:like_plain", 2, 1, what=what)[0]
     assert outcome == "right" or (
@@ -432,7 +432,7 @@ def test_on_two_processes(pool, what):
 
 
 @pytest.mark.parametrize("how", ["float", "to"])
-def test_an_embedding_norm_in_fp32_of_a_bf16_checkpoint(pool, how):
+def test_fp32_embedding_norm_of_a_bf16_checkpoint_has_right_gradients(pool, how):
     """Whether its backward pass reads weights is seen in the dtype that computes, not in that of the checkpoint."""
     errors = pool.run("borders:wide_norm", 2, 1, how=how)[0]
     assert max(errors.values()) < 1e-4, {name: f"{error:.0e}" for name, error in errors.items() if error >= 1e-4}

@@ -134,7 +134,7 @@ def _or_refused(check: Any) -> None:
 
 @pytest.mark.parametrize("recompute", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", quick_ones(RANDOM, [*RANDOM][::2]))
-def test_gradients_belong_to_a_forward_pass(what, recompute):
+def test_gradients_match_the_slope_of_the_randomly_drawn_loss(what, recompute):
     """The slope of the loss of the same step, drawn with the same seed, is the gradient."""
     if what == "config" and recompute == "selective":
         pytest.skip("attention with dropout is no kernel on the CPU")
@@ -148,7 +148,7 @@ def test_gradients_belong_to_a_forward_pass(what, recompute):
 
 
 @pytest.mark.parametrize("what", quick_ones(RANDOM, ["config", "numpy", "dbrx"]))
-def test_random_numbers_depend_on_the_seed_alone(what):
+def test_random_numbers_depend_only_on_the_seed(what):
     """Not on what is recomputed, nor on what else has been drawn; another seed gives others."""
 
     def check() -> None:
@@ -166,7 +166,7 @@ def test_random_numbers_depend_on_the_seed_alone(what):
 
 
 @pytest.mark.parametrize("dropout", [0.3, 0.0])
-def test_the_scripts_own_random_numbers_are_left_alone(dropout):
+def test_random_state_of_the_script_is_left_alone(dropout):
     """Those of torch, numpy and python, by the making of a pipeline, by steps, evaluation and ``drain``."""
 
     def draw(disturb: Any) -> list[Any]:
@@ -193,7 +193,7 @@ def _three_steps(model: Any = None, **knobs: Any) -> tuple[list[float], dict[str
     return losses, found
 
 
-def test_a_thread_that_draws_all_the_time_changes_nothing():
+def test_thread_that_draws_random_numbers_changes_no_loss():
     expected, end = _three_steps(), threading.Event()
     model = llama(attention_dropout=0.3)()  # its first values are drawn from the generator that all share
 
@@ -212,7 +212,7 @@ def test_a_thread_that_draws_all_the_time_changes_nothing():
     assert all(torch.equal(found[name], value) for name, value in expected[1].items())
 
 
-def test_two_pipelines_at_once_are_as_each_alone():
+def test_two_pipelines_at_once_match_each_alone():
     expected = [_three_steps(seed=seed) for seed in (1, 2)]
     both = [piped(llama(attention_dropout=0.3), seed=seed) for seed in (1, 2)]
     results = [[pipeline.step(rows_of(step)) for pipeline in both] for step in range(3)]
@@ -223,7 +223,7 @@ def test_two_pipelines_at_once_are_as_each_alone():
         pipeline.close()
 
 
-def test_a_seed_that_the_model_sets_itself_is_right_or_refused():
+def test_layer_that_seeds_torch_is_right_or_refused():
     """A layer that seeds torch in its forward pass draws what it would draw by itself."""
 
     def layer(each: Any, hidden: Tensor, call: Any) -> Tensor:
@@ -234,7 +234,7 @@ def test_a_seed_that_the_model_sets_itself_is_right_or_refused():
         right_or_refused(llama(layer), rows_of(), refused=REFUSED_RANDOM, recompute=recompute)
 
 
-def test_a_generator_of_the_models_own_is_right_or_refused():
+def test_layer_with_its_own_generator_is_right_or_refused():
     """Its state goes on from call to call, and recomputation must not draw again from it."""
     generators: dict[int, torch.Generator] = {}
 
@@ -251,7 +251,7 @@ def test_a_generator_of_the_models_own_is_right_or_refused():
 
 
 @pytest.mark.parametrize("recompute", ["full", "none"])
-def test_gradient_checkpointing_of_the_models_own_draws_nothing_else(recompute):
+def test_gradient_checkpointing_of_the_model_does_not_change_dropout(recompute):
     """It is switched off: a layer is computed again anyway, with the numbers that it drew."""
 
     def make(checkpointed: bool):

@@ -38,7 +38,7 @@ def _sink_error(lengths: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("length", [8, 16])
-def test_the_gradient_of_sinks_does_not_get_worse_with_documents(length):
+def test_bf16_gradient_of_sinks_does_not_degrade_with_documents(length):
     one, many = _sink_error((64 * length,)), _sink_error((length,) * 64)
     assert one < 1e-2
     assert many < 1e-2
@@ -46,7 +46,7 @@ def test_the_gradient_of_sinks_does_not_get_worse_with_documents(length):
 
 
 @pytest.mark.parametrize("documents", quick_ones((1, 4, 32), [4]))
-def test_the_sinks_of_gpt_oss_in_bf16_are_as_good_as_those_of_a_plain_process(documents):
+def test_bf16_sinks_of_gpt_oss_are_as_accurate_as_in_a_plain_process(documents):
     def make(dtype: torch.dtype) -> Any:
         return real_model(family_config("gpt_oss"), torch.bfloat16).to(dtype)
 

@@ -55,7 +55,7 @@ def same(first: Any, second: Any) -> bool:
     "family",
     quick_ones([one for one in families() if one in {*TESTED_FAMILIES, *SAMPLE, *NEED_WEIGHTS}], SAMPLE),
 )
-def test_the_calls_of_layers_need_no_weights_of_the_embedding(family: str):
+def test_arguments_of_layers_need_no_embedding_weights(family: str):
     try:
         holder = Holder(random_model(family).requires_grad_(False))
     except (UserError, ImportError, ValueError) as error:  # which families may be refused is another test's
@@ -68,6 +68,6 @@ def test_the_calls_of_layers_need_no_weights_of_the_embedding(family: str):
         assert all(same(*pair) for pair in pairs) == (family not in NEED_WEIGHTS)
 
 
-def test_layers_that_read_the_embedding_once_more_are_found_before_there_are_values():
+def test_layers_that_read_the_embedding_again_are_found_on_meta():
     model = meta_model(tiny_config("zamba")).requires_grad_(False)
     assert "layer 0 is given a tensor besides the hidden states" in Chain(model).why_not_staged

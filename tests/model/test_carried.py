@@ -103,7 +103,7 @@ def after_a_step(base: Path, out: Path, **more: Any) -> Path:
 @pytest.mark.parametrize(
     "family", [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 )
-def test_a_folder_comes_out_as_it_went_in(tmp_path: Path, family: str) -> None:
+def test_exported_folder_keeps_tensors_and_configs_of_the_base(tmp_path: Path, family: str) -> None:
     base = base_folder(tmp_path / "base", family)
     out = after_a_step(base, tmp_path / "out")
     before, after = raw_tensors(base), raw_tensors(out)
@@ -117,7 +117,7 @@ def test_a_folder_comes_out_as_it_went_in(tmp_path: Path, family: str) -> None:
     assert read[0] == read[1]
 
 
-def test_ten_texts_tell_tokenizers_apart() -> None:
+def test_ten_texts_distinguish_two_tokenizers() -> None:
     first, other = (train_tokenizer([text * 50], 300) for text in ("some words", "other letters"))
     assert len(TEXTS) == 10 and tokenizers_agree(first, first) and not tokenizers_agree(first, other)
 
@@ -131,7 +131,7 @@ def test_ten_texts_tell_tokenizers_apart() -> None:
         ("generation_config.json", {"eos_token_id": 1}, "generation_config.json has another content"),
     ],
 )
-def test_what_differs_in_an_exported_folder_is_named(
+def test_differences_of_an_exported_folder_are_named(
     tmp_path: Path, file: str, change: dict[str, Any], said: str
 ) -> None:
     base = base_folder(tmp_path / "base", "llama")
@@ -143,7 +143,7 @@ def test_what_differs_in_an_exported_folder_is_named(
     assert any(said in line for line in differences(chain, base, written, files, None, adapter=False))
 
 
-def test_a_tied_head_that_a_folder_has_twice_is_written_twice(tmp_path: Path) -> None:
+def test_tied_head_stored_twice_is_exported_twice(tmp_path: Path) -> None:
     real_model(family_config("qwen3", tied=True), torch.float32).save_pretrained(tmp_path / "base")
     tensors = load_file(tmp_path / "base" / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -152,7 +152,7 @@ def test_a_tied_head_that_a_folder_has_twice_is_written_twice(tmp_path: Path) ->
     assert raw_tensors(out) == raw_tensors(tmp_path / "base")
 
 
-def test_settings_of_rope_that_a_run_changes_are_in_both_forms(tmp_path: Path) -> None:
+def test_changed_rope_settings_are_exported_in_both_config_forms(tmp_path: Path) -> None:
     for family in ("llama", "qwen3"):  # which say them in the older form, and in the newer one
         base = base_folder(tmp_path / family, family)
         rope = RopeSettings(scaling="yarn", factor=4.0)
@@ -165,13 +165,13 @@ def test_settings_of_rope_that_a_run_changes_are_in_both_forms(tmp_path: Path) -
         assert content["max_position_embeddings"] == built.model.config.max_position_embeddings
 
 
-def test_kinds_of_layers_with_settings_of_their_own_stay_in_the_form_that_can_say_them(tmp_path: Path) -> None:
+def test_rope_settings_per_layer_kind_are_exported_in_the_new_form_only(tmp_path: Path) -> None:
     base = base_folder(tmp_path, "gemma3_text")
     content = json.loads(carry(Chain(build_model(str(base), max_positions=24).model)).files["config.json"])
     assert "rope_scaling" not in content and "full_attention" in content["rope_parameters"]
 
 
-def test_settings_of_rope_in_names_of_a_family_s_own_are_read_as_they_were_trained(tmp_path: Path) -> None:
+def test_rope_settings_under_family_specific_names_are_exported_as_trained(tmp_path: Path) -> None:
     base = base_folder(tmp_path, "gpt_neox")
     content = json.loads((base / "config.json").read_text())
     content |= {"rope_scaling": {"type": "linear", "factor": 2.0}, "rotary_emb_base": 10000}
@@ -183,7 +183,7 @@ def test_settings_of_rope_in_names_of_a_family_s_own_are_read_as_they_were_train
     assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == built.model.config.rope_parameters
 
 
-def test_what_is_carried_is_captured_before_the_base_goes(tmp_path: Path) -> None:
+def test_carried_files_and_weights_survive_removal_of_the_base_folder(tmp_path: Path) -> None:
     base = base_folder(tmp_path / "base", "deepseek_v3")
     before = raw_tensors(base)
     chain = Chain(build_model(str(base), max_positions=24).model)
@@ -198,7 +198,7 @@ def test_what_is_carried_is_captured_before_the_base_goes(tmp_path: Path) -> Non
     assert raw_tensors(out) == before
 
 
-def test_a_tokenizer_without_a_template_takes_that_of_the_base_away(tmp_path: Path) -> None:
+def test_tokenizer_without_a_template_removes_the_template_of_the_base(tmp_path: Path) -> None:
     base = base_folder(tmp_path / "base", "llama")
     tokenizer = train_tokenizer(["some words"], 300)
     tokenizer.chat_template = "{{ messages }}"
@@ -209,7 +209,7 @@ def test_a_tokenizer_without_a_template_takes_that_of_the_base_away(tmp_path: Pa
     assert "chat_template.jinja" not in files and "tokenizer.json" in files
 
 
-def test_special_tokens_that_a_run_sets_are_written_into_the_base_s_own_files(tmp_path: Path) -> None:
+def test_special_tokens_of_a_run_are_written_into_base_tokenizer_files(tmp_path: Path) -> None:
     base = base_folder(tmp_path / "base", "llama")
     tokenizer = train_tokenizer(["some words"], 300)
     tokenizer.add_tokens(["<end>"], special_tokens=True)

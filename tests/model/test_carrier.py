@@ -39,7 +39,7 @@ class Layer(nn.Module):
         return self.mlp(self.mixer(hidden_states, cache_params=past_key_values))
 
 
-def test_an_argument_that_is_a_cache_has_one_of_a_few_names():
+def test_cache_argument_is_found_under_its_known_names():
     assert (
         cache_argument(NewSums()) == "cache"
         and cache_argument(Sums()) == "cache_params"
@@ -48,7 +48,7 @@ def test_an_argument_that_is_a_cache_has_one_of_a_few_names():
     assert cache_argument(nn.Linear(1, 1)) is None
 
 
-def test_states_of_two_halves_are_those_of_the_whole():
+def test_conv_state_of_two_halves_equals_the_whole():
     """What a convolution sees before a chunk is the end of the chunk before it, zeros before the first."""
     whole = torch.randn(2, 3, 7)
     first = Carrier()
@@ -59,13 +59,13 @@ def test_states_of_two_halves_are_those_of_the_whole():
     assert torch.equal(second.after["conv", 0], whole[..., -3:])
 
 
-def test_states_are_kept_in_32_bits_with_their_graph():
+def test_recurrent_state_is_kept_in_fp32_with_its_graph():
     carrier, state = Carrier(), torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
     carrier.update_recurrent_state(state, 0)
     assert carrier.after["recurrent", 0].dtype == torch.float32 and carrier.after["recurrent", 0].requires_grad
 
 
-def test_a_mixer_is_what_asks_for_a_state():
+def test_layer_that_updates_a_cache_state_is_found_as_a_mixer():
     found = mixing_of(Layer(), LayerCall((), {}), torch.randn(1, 5, 4, requires_grad=True))
     assert isinstance(found, Mixing) and found.mixers == ("mixer",) and not found.attention and not found.unknown
 
@@ -82,7 +82,7 @@ class OldSums(Sums):
         return sums
 
 
-def test_a_mixer_may_look_at_the_layers_of_its_cache():
+def test_mixer_may_read_the_layers_of_its_cache():
     whole, mixer, first = torch.randn(1, 5, 4), OldSums(), Carrier()
     parts = [mixer(whole[:, :2], first), mixer(whole[:, 2:], Carrier(first.after))]
     torch.testing.assert_close(torch.cat(parts, dim=1), mixer(whole))

@@ -58,7 +58,7 @@ QUICK += (("gemma", "use_bidirectional_attention"), ("llama", "is_causal"))
 
 
 @pytest.mark.parametrize("case", quick_ones(with_field(), QUICK), ids=" ".join)
-def test_a_field_that_lets_tokens_look_ahead_is_refused_where_it_does(case, monkeypatch):
+def test_config_field_that_makes_attention_bidirectional_is_refused(case, monkeypatch):
     family, field = case
     config = tiny_config(family)
     value = "all" if family.startswith("gemma4") and field == "use_bidirectional_attention" else BOTH_WAYS[field]
@@ -110,7 +110,7 @@ class OwnAttention(LlamaForCausalLM):
 @pytest.mark.parametrize(
     ("kind", "base"), [(AheadAttention, LlamaAttention), (GatedLayer, LlamaDecoderLayer), (Convolved, LlamaMLP)]
 )
-def test_a_model_of_the_users_that_looks_ahead_is_refused(kind, base):
+def test_custom_model_that_looks_ahead_is_refused(kind, base):
     """Although each of its documents by itself has the numbers of its own forward pass."""
     model = real_model(family_config("llama"))
     model.__class__ = OwnAttention
@@ -146,13 +146,13 @@ def test_a_model_of_the_users_that_looks_ahead_is_refused(kind, base):
         ("falcon_h1",),
     ),
 )
-def test_hybrids_pass_the_whole_check(family):
+def test_hybrid_families_pass_all_model_checks(family):
     pipeline = Pipeline(random_model(family), checks=CheckSettings(check="always"))
     assert "layers checked" in pipeline.checked
     pipeline.close()
 
 
-def test_a_field_that_no_layer_heeds_is_let_alone():
+def test_is_decoder_false_is_refused_only_if_no_layer_is_causal():
     model = real_model(family_config("llama"))
     model.config.is_decoder = False
     refuse_not_causal(model, [*model.model.layers])
@@ -175,7 +175,7 @@ class LabelsOnly(LlamaForCausalLM):
         return output
 
 
-def test_a_model_that_gives_no_logits_by_itself_is_compared_all_the_same():
+def test_model_that_gives_no_logits_is_checked_layer_by_layer():
     model = real_model(family_config("llama"))
     model.__class__ = LabelsOnly
     with closing(Pipeline(model, checks=CheckSettings(check="always"))) as pipeline:

@@ -58,7 +58,7 @@ def test_chain_equals_the_model_on_each_document(family: str, tied: bool):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_frozen_parameters_get_no_gradient_and_the_rest_the_same(family: str):
+def test_frozen_parameters_get_no_gradient_and_others_are_unchanged(family: str):
     """A frozen embedding and first layer: their units are frozen, and no backward pass has to reach them."""
     config = family_config(family)
     batch = packed_batch(LENGTHS)
@@ -80,7 +80,7 @@ def test_frozen_parameters_get_no_gradient_and_the_rest_the_same(family: str):
 
 
 @pytest.mark.parametrize("on_meta", [False, True], ids=["real", "meta"])
-def test_lora_trains_its_adapters_only(on_meta: bool, tmp_path):
+def test_lora_trains_only_its_adapters(on_meta: bool, tmp_path):
     """The same gradients as peft by itself; base weights come from a folder without adapters, and stay frozen."""
     peft = pytest.importorskip("peft")
     config = family_config("llama", tied=True)
@@ -140,7 +140,7 @@ def test_lora_export_is_an_adapter_that_peft_opens(tmp_path):
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_units_hold_every_parameter_once_and_blocks_know_their_units(family: str, tied: bool):
+def test_units_hold_every_parameter_once_and_blocks_name_their_units(family: str, tied: bool):
     model = meta_model(family_config(family, tied=tied))
     names = [name for name, _ in model.named_parameters()]
     chain = Chain(model)
@@ -163,7 +163,7 @@ def test_units_hold_every_parameter_once_and_blocks_know_their_units(family: str
     assert all(not buffer.is_meta for buffer in model.buffers())
 
 
-def test_gradients_are_copied_then_added_and_what_none_reached_is_zero():
+def test_unreached_gradients_are_zero_or_keep_their_accumulated_value():
     holder = Holder(real_model(family_config("qwen3_moe")))
     chain, batch = holder.chain, packed_batch(((2,),))  # two tokens reach at most four of six experts
     _, first = holder.loss_and_gradients(batch)
@@ -215,13 +215,13 @@ def test_gradients_of_chunks_are_added_in_fp32_into_a_bf16_buffer(held: bool):
     assert all(one.grad is None for one in chain.model.parameters())
 
 
-def test_a_parameter_outside_of_its_visit_is_nan():
+def test_parameter_outside_its_visit_is_nan():
     holder = Holder(real_model(family_config("llama")))
     hidden, _ = holder.chain.embed(packed_batch(LENGTHS))
     assert hidden.isnan().all()
 
 
-def test_own_loss_gets_logits_and_shifted_labels():
+def test_custom_loss_gets_logits_and_shifted_labels():
     """The user's loss is called with [b, c, V] and [b, c] and must return one number."""
     config = family_config("cohere", tied=True)
     batch = packed_batch(((6, 4),))
@@ -239,7 +239,7 @@ def test_own_loss_gets_logits_and_shifted_labels():
         Holder(real_model(config), loss=lambda logits, labels: logits.sum(-1))
 
 
-def test_dropout_repeats_under_the_same_seed_and_stops_in_evaluation():
+def test_dropout_repeats_for_a_seed_and_is_off_in_evaluation():
     config = family_config("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
     holder = Holder(real_model(config))
     chain, batch = holder.chain, packed_batch(LENGTHS)
@@ -262,7 +262,7 @@ def test_dropout_repeats_under_the_same_seed_and_stops_in_evaluation():
     assert not torch.equal(first, evaluated) and (evaluated != 0).all()
 
 
-def test_an_embedding_whose_backward_reads_weights_is_found():
+def test_embedding_whose_backward_reads_weights_is_detected():
     """Found by what autograd saves, not by the kind of the layer: here the weight is scaled by another parameter."""
     model = real_model(family_config("llama"))
 
@@ -294,14 +294,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_models_that_a_chain_would_get_wrong_are_refused_by_name(what: str):
+def test_models_that_a_chain_would_compute_wrongly_are_refused(what: str):
     config, message = REFUSED[what]
     with pytest.raises(UserError, match=message) as refusal:
         Chain(meta_model(config))
     assert str(refusal.value).startswith("model: got ")
 
 
-def test_other_things_than_causal_models_are_refused():
+def test_models_that_are_not_causal_language_models_are_refused():
     with torch.device("meta"):
         with pytest.raises(UserError, match="encoder-decoder"):
             Chain(T5ForConditionalGeneration(T5Config(num_layers=1)))
@@ -311,7 +311,7 @@ def test_other_things_than_causal_models_are_refused():
             Chain(torch.nn.Linear(2, 2))
 
 
-def test_a_trainable_parameter_that_nothing_uses_is_refused_and_a_frozen_one_kept():
+def test_unused_trainable_parameter_is_refused_and_frozen_one_is_kept():
     model = meta_model(family_config("llama"))
     model.extra = torch.nn.Parameter(torch.empty(3, device="meta"))
     with pytest.raises(UserError, match="no block of the chain uses: extra"):

@@ -38,21 +38,21 @@ def exact(monkeypatch: pytest.MonkeyPatch):
         pytest.param(2 * LENGTH, 4096, marks=pytest.mark.slow),
     ],
 )
-def test_any_size_of_chunks(size, past, monkeypatch):
+def test_sequence_chunks_of_any_size_match_plain_training(size, past, monkeypatch):
     """That divides the row or not; the past is looked at at once or in parts."""
     monkeypatch.setattr(chunked, "PAST_KEYS", past)
     assert right_or_refused(llama(), rows_of(), sequence_chunk=size) == "right"
 
 
 @pytest.mark.parametrize("size", [3, 6])
-def test_packed_documents_are_cut_anywhere(size):
+def test_sequence_chunks_may_cut_packed_documents_anywhere(size):
     """Document borders in the middle of a chunk, at its ends, and several in one; 6 is one more than a document."""
     batch, documents = packed([0], DOCUMENTS)
     assert right_or_refused(llama(), batch, documents=documents, sequence_chunk=size) == "right"
 
 
 @pytest.mark.parametrize("family", quick_ones(FAMILIES, FAMILIES[::4]))
-def test_every_kind_of_attention(family):
+def test_sequence_chunks_match_plain_training_for_every_kind_of_attention(family):
     """Windows, soft caps, sinks, biases, few heads of keys, experts, values of another width, learned positions."""
     batch, documents = packed([0], DOCUMENTS)
     config = family_config(family)
@@ -66,7 +66,7 @@ def test_every_kind_of_attention(family):
     ("family", "past"),
     [("mistral", 2), ("gemma3", 4096), ("deepseek_v3", 2), pytest.param("gemma3", 2, marks=pytest.mark.slow)],
 )
-def test_windows_and_narrower_values_by_the_flash_kernel(family, past, monkeypatch):
+def test_sequence_chunks_by_the_flash_kernel_match_plain_training(family, past, monkeypatch):
     """In tiles of the past, some queries and some heads at a time."""
     monkeypatch.setattr(kernels, "FLASH_WINDOW", 2)
     monkeypatch.setattr(chunked, "PAST_KEYS", past)
@@ -89,7 +89,7 @@ def test_windows_and_narrower_values_by_the_flash_kernel(family, past, monkeypat
     ids=lambda knobs: " ".join(map(str, knobs)),
 )
 @pytest.mark.parametrize("files", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_with_other_settings(knobs, files, tmp_path):
+def test_sequence_chunks_with_offloading_match_plain_training(knobs, files, tmp_path):
     """In files where something is offloaded, and in memory."""
     knobs = {"sequence_chunk": 5, "offload_dir": str(tmp_path) if files else ""} | knobs
     assert right_or_refused(llama(), rows_of(), **knobs) == "right"
@@ -108,19 +108,19 @@ def dropping(family: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "recompute"), [("llama", "selective"), ("llama", "full"), ("gpt2", "selective")])
-def test_dropout_repeats_in_the_recomputation(family, recompute):
+def test_sequence_chunk_dropout_repeats_in_the_recomputation(family, recompute):
     """In attention and behind it: the gradient is the slope of the loss that the forward pass has drawn."""
     assert slope_error(lambda: dropping(family), rows_of(), sequence_chunk=5, recompute=recompute) < 1e-6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DROPS)
-def test_another_size_of_chunks_is_another_draw_of_dropout(family):
+def test_sequence_chunk_size_changes_the_dropout_draw(family):
     losses = [piped_numbers(lambda: dropping(family), rows_of(), sequence_chunk=size).loss for size in (5, 5, 6)]
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_evaluation_in_chunks():
+def test_evaluation_in_sequence_chunks_has_an_equal_loss():
     losses = []
     for size in (0, 5):
         pipeline = piped(llama(), sequence_chunk=size)
@@ -139,7 +139,7 @@ def _none(layer: Any, hidden: Tensor, call: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("layer", "reason"), [(_twice, "attention twice"), (_none, "calls no attention")])
-def test_layers_that_cannot_be_cut_are_refused_by_name(layer, reason):
+def test_layers_that_cannot_run_in_sequence_chunks_are_refused(layer, reason):
     with pytest.raises(UserError, match=reason):
         piped_numbers(llama(layer), rows_of(), sequence_chunk=5, check="never")
 
@@ -150,7 +150,7 @@ def _looks_back(layer: Any, hidden: Tensor, call: Any) -> Tensor:
     return LlamaDecoderLayer.forward(layer, hidden + hidden.roll(1, dims=1).masked_fill(first, 0.0), **call)
 
 
-def test_tokens_that_are_mixed_elsewhere_are_found_at_the_border_of_a_chunk():
+def test_layers_that_mix_tokens_outside_attention_fail_the_chunk_check():
     """By the check of the model, before a step: no number would be of the wrong shape, or not finite."""
     batch, documents = packed([0], DOCUMENTS)
     assert right_or_refused(llama(_looks_back), batch, documents=documents) == "right"
@@ -158,7 +158,7 @@ def test_tokens_that_are_mixed_elsewhere_are_found_at_the_border_of_a_chunk():
         piped(llama(_looks_back), sequence_chunk=5)
 
 
-def test_what_does_not_go_with_chunks_is_refused():
+def test_settings_incompatible_with_sequence_chunks_are_refused():
     with pytest.raises(UserError, match="compile_layers"):
         piped(llama(), sequence_chunk=5, compile_layers=True)
     with pytest.raises(UserError, match=r"recompute.*full or selective"):
@@ -167,7 +167,7 @@ def test_what_does_not_go_with_chunks_is_refused():
         piped(llama(), offload_dir="/tmp")
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
+def test_unwritable_or_full_offload_folder_is_refused(tmp_path, monkeypatch):
     """Before the first step, and so is a disk without room, with what was missing; and the step before is not lost."""
     with pytest.raises(UserError, match=r"offload_dir: got '.*missing'; a folder that every process can write to"):
         piped(llama(), sequence_chunk=5, offloaded_layers=2, offload_dir=str(tmp_path / "missing"))
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path, monkeypatch):
         pipeline.step(rows_of())
 
 
-def test_a_disk_that_fails_ends_the_run_by_name(tmp_path, monkeypatch):
+def test_disk_error_while_offloading_ends_the_run_by_name(tmp_path, monkeypatch):
     """What was written behind is waited for: an error there is no hang and no wrong number."""
 
     def broken(*_: Any) -> int:

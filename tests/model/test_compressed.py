@@ -62,7 +62,7 @@ def exported(folder: Path, format: str, *, shard: int = 2**30, dtype: torch.dtyp
     # Of w8a8 a token's number may be rounded to the next one where computing rounds, so it is compared in fp32.
     [("w4a16", torch.bfloat16, 2**-8), ("w4a16", torch.float32, 1e-5), ("w8a8", torch.float32, 1e-5)],
 )
-def test_transformers_loads_it_with_the_logits_of_the_dequantised_model(
+def test_transformers_loads_a_compressed_export_with_dequantized_logits(
     tmp_path: Path, format: str, dtype: torch.dtype, most: float
 ) -> None:
     model = exported(tmp_path / "few", format, dtype=dtype)
@@ -85,7 +85,7 @@ def test_transformers_loads_it_with_the_logits_of_the_dequantised_model(
     assert (logits[0] - logits[1]).abs().max() <= most * logits[1].abs().max()
 
 
-def test_it_is_served_as_it_is(tmp_path: Path) -> None:
+def test_engine_serves_a_compressed_export_in_its_low_bit_form(tmp_path: Path) -> None:
     exported(tmp_path / "few", "w4a16", dtype=torch.float32)
     room = Room(1, 1, 64, 8)
     engine = load_engine(tmp_path / "few", room, ALONE, dtype="float32")
@@ -110,7 +110,7 @@ def rounded_tokens(_: torch.nn.Module, given: tuple[torch.Tensor]) -> torch.Tens
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shard", [2**30, 40_000])
-def test_we_read_it_as_the_matrices_that_it_stands_for(tmp_path: Path, format: str, shard: int) -> None:
+def test_compressed_export_loads_back_as_its_dequantized_matrices(tmp_path: Path, format: str, shard: int) -> None:
     model = exported(tmp_path / "few", format, shard=shard)
     chain = Chain(LlamaForCausalLM(config()))
     source = SafetensorsSource(chain, tmp_path / "few")
@@ -128,7 +128,7 @@ def test_we_read_it_as_the_matrices_that_it_stands_for(tmp_path: Path, format: s
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_embedding_head_norms_and_odd_matrices_stay(tmp_path: Path, format: str) -> None:
+def test_embedding_head_norms_and_ungroupable_matrices_are_not_quantized(tmp_path: Path, format: str) -> None:
     exported(tmp_path / "few", format, intermediate_size=144)
     tensors = load_file(tmp_path / "few" / "model.safetensors")
     settings = json.loads((tmp_path / "few" / "config.json").read_text())["quantization_config"]
@@ -141,7 +141,7 @@ def test_embedding_head_norms_and_odd_matrices_stay(tmp_path: Path, format: str)
 
 
 @pytest.mark.parametrize(("more", "group"), [({"intermediate_size": 192}, 64), ({"intermediate_size": 160}, 32)])
-def test_groups_are_as_large_as_divides_most_of_the_matrices(tmp_path: Path, more: dict[str, int], group: int) -> None:
+def test_quantization_group_size_divides_most_matrices(tmp_path: Path, more: dict[str, int], group: int) -> None:
     model = exported(tmp_path / "few", "w4a16", dtype=torch.float32, **more)
     settings = json.loads((tmp_path / "few" / "config.json").read_text())["quantization_config"]
     assert settings["config_groups"]["group_0"]["weights"]["group_size"] == group and settings["ignore"] == ["lm_head"]
@@ -161,18 +161,18 @@ def test_groups_are_as_large_as_divides_most_of_the_matrices(tmp_path: Path, mor
             assert torch.equal(slot.view(source.unit(unit)), values[slot.name]), slot.name
 
 
-def test_few_matrices_in_few_bits_are_refused(tmp_path: Path) -> None:
+def test_export_that_quantizes_too_few_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="37% of its numbers would be in few bits"):
         exported(tmp_path / "few", "w4a16", vocab_size=2000)
     exported(tmp_path / "few", "w8a8", vocab_size=2000)
 
 
-def test_numbers_of_4_bits_are_packed_and_unpacked() -> None:
+def test_int4_codes_pack_and_unpack_exactly() -> None:
     codes = torch.randint(-8, 8, (5, 64), dtype=torch.int8)
     assert packed(codes).shape == (5, 8) and torch.equal(unpacked(packed(codes)), codes)
 
 
-def test_it_takes_a_third_of_the_bytes(tmp_path: Path) -> None:
+def test_w4a16_export_takes_less_than_a_third_of_the_bytes(tmp_path: Path) -> None:
     exported(tmp_path / "few", "w4a16")
     exported(tmp_path / "hf", "hf")
     sizes = {
@@ -191,7 +191,7 @@ def experts(**more: Any) -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)).eval()
 
 
-def test_experts_are_matrices_in_a_folder(tmp_path: Path) -> None:
+def test_stacked_experts_are_exported_as_quantized_matrices(tmp_path: Path) -> None:
     model = experts()
     values, chain = {name: value.detach() for name, value in model.named_parameters()}, Chain(model)
     export_hugging_face(chain, tmp_path, values.__getitem__, dtype=torch.float32, format="w4a16", is_writer=True)
@@ -213,7 +213,7 @@ def test_experts_are_matrices_in_a_folder(tmp_path: Path) -> None:
     ("format", "more", "said"),
     [("w8a8", {}, "hf or w4a16"), ("w4a16", {"moe_intermediate_size": 48}, "no stack of matrices with rows of 32")],
 )
-def test_experts_that_transformers_would_not_load_are_refused(
+def test_quantized_experts_that_transformers_cannot_load_are_refused(
     tmp_path: Path, format: str, more: dict[str, int], said: str
 ) -> None:
     chain = Chain(experts(**more))

@@ -38,7 +38,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("size", "past"), [(6, 2), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((6, 4096), (24, 2)))]
 )
-def test_a_chunk_of_several_documents(size, past, cuda_kernels, monkeypatch):
+def test_cuda_kernel_matches_plain_training_for_chunks_of_documents(size, past, cuda_kernels, monkeypatch):
     """What the backward kernel is given of a chunk is some of its queries, and lies apart in memory."""
     monkeypatch.setattr(chunked, "PAST_KEYS", past)
     batch, documents = packed([0], DOCUMENTS)
@@ -53,7 +53,7 @@ def test_a_chunk_of_several_documents(size, past, cuda_kernels, monkeypatch):
         *(pytest.param(one, (4096, 2)[number % 2], marks=pytest.mark.slow) for number, one in enumerate(FLASH)),
     ],
 )
-def test_windows_and_sinks_go_through_the_kernel(family, past, cuda_kernels, monkeypatch):
+def test_cuda_kernel_matches_plain_training_for_windows_and_sinks(family, past, cuda_kernels, monkeypatch):
     """Windows of any size, however little of them is in one tile; fewer heads of keys, and narrower values, too."""
     monkeypatch.setattr(chunked, "PAST_KEYS", past)
     monkeypatch.setattr(chunked, "explicit_scores", None)
@@ -64,7 +64,7 @@ def test_windows_and_sinks_go_through_the_kernel(family, past, cuda_kernels, mon
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_operators_of_this_torch_take_what_they_are_given(window, monkeypatch):
+def test_torch_operators_accept_the_arguments_of_flash_attention_parts(window, monkeypatch):
     """The stand-in takes what it is made for; on meta tensors torch's own do, with the names of their arguments."""
     monkeypatch.setattr(flash, "on_cuda", lambda tensor: True)
     query = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16, device="meta")
@@ -80,7 +80,7 @@ def test_the_operators_of_this_torch_take_what_they_are_given(window, monkeypatc
         assert found.shape == query.shape
 
 
-def test_soft_caps_do_not(cuda_kernels):
+def test_soft_caps_do_not_use_the_cuda_kernel(cuda_kernels):
     """Its interface in torch has none; the layers' other attention does."""
     batch, documents = packed([0], DOCUMENTS)
     make = lambda: real_model(family_config("gemma2"))  # noqa: E731
@@ -89,7 +89,7 @@ def test_soft_caps_do_not(cuda_kernels):
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_sinks_without_chunks(window, cuda_kernels, monkeypatch):
+def test_cuda_kernel_matches_explicit_scores_for_sinks_of_whole_rows(window, cuda_kernels, monkeypatch):
     """A row is one chunk then: the numbers of explicit scores."""
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 9, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
@@ -107,7 +107,7 @@ def test_sinks_without_chunks(window, cuda_kernels, monkeypatch):
     assert len(cuda_kernels.called) == 6, "three documents, forward and backward"
 
 
-def test_autograd_keeps_the_keys_and_values_of_a_whole_row(cuda_kernels):
+def test_autograd_keeps_keys_and_values_of_a_whole_row_once(cuda_kernels):
     """What layers keep is counted by that; and where attention alone is kept, a layer's keys are made again."""
     leaf = torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True)
     documents, saved = Documents.of((4, 5), (1, 9), torch.device("cpu")), list[Tensor]()
@@ -128,7 +128,7 @@ def test_autograd_keeps_the_keys_and_values_of_a_whole_row(cuda_kernels):
 
 
 @pytest.mark.slow
-def test_pieces_of_rows_in_sets(pool):
+def test_cuda_kernel_matches_plain_training_for_context_parallel_rows(pool):
     """Each rank has two pieces of a row, so that what it keeps of one always lies apart."""
     rows = ((5, 9, 3), (17,), (1, 2, 14))
     knobs: dict[str, Any] = {"sequence_ranks": 2, "sequence_chunk": 3, "strategy": "tawpipe-spread"}
@@ -137,7 +137,7 @@ def test_pieces_of_rows_in_sets(pool):
 
 
 @pytest.mark.parametrize("past", [2, 4096])
-def test_the_past_is_one_part_of_a_forward_pass(past, cuda_kernels, monkeypatch):
+def test_evaluation_reads_all_past_keys_in_one_kernel_call(past, cuda_kernels, monkeypatch):
     """Tiles are there for the gradients of keys, of which a forward pass has none: one call for every chunk."""
     monkeypatch.setattr(chunked, "PAST_KEYS", past)
     pipeline = piped(llama(), sequence_chunk=4)
@@ -149,7 +149,7 @@ def test_the_past_is_one_part_of_a_forward_pass(past, cuda_kernels, monkeypatch)
     assert calls == of_a_layer * (len(calls) // len(of_a_layer)) and calls
 
 
-def test_a_generator_is_made_only_to_draw_from(monkeypatch):
+def test_attention_without_dropout_creates_no_generator(monkeypatch):
     """On CUDA it takes longer than a small layer's kernels."""
     monkeypatch.setattr(torch, "Generator", None)
     query, documents = torch.randn(1, 2, 4, 8, requires_grad=True), Documents.of((4,), (1, 4), torch.device("cpu"))

@@ -24,7 +24,7 @@ from tawpipe.model.stubs import Feed, LayerCall, LayersReached, Tape
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_parameter_has_its_blocks(tied: bool) -> None:
+def test_discover_finds_the_blocks_of_every_parameter(tied: bool) -> None:
     model = meta_model(family_config("llama", tied=tied))
     found = discover(model, alone=True)
     assert (found.path, len(found.layers), found.width) == ("model.layers", LAYERS, embedding_width(model))
@@ -36,7 +36,7 @@ def test_every_parameter_has_its_blocks(tied: bool) -> None:
     assert not found.calls_need_weights and not found.embedding_backward_reads_weights
 
 
-def test_a_parameter_that_nothing_uses_may_be_there_if_it_is_frozen() -> None:
+def test_unused_parameter_is_refused_unless_frozen() -> None:
     model = meta_model(family_config("llama"))
     model.model.spare = nn.Parameter(torch.empty(3, device="meta"))
     with pytest.raises(UserError, match=r"that no block of the chain uses: model\.spare; freeze them"):
@@ -45,14 +45,14 @@ def test_a_parameter_that_nothing_uses_may_be_there_if_it_is_frozen() -> None:
     assert discover(model, alone=True).uses["model.spare"] == (LAYERS + 1,)
 
 
-def test_layers_that_are_not_called_in_turn_are_no_chain() -> None:
+def test_layers_not_called_in_sequence_are_refused() -> None:
     model = meta_model(family_config("llama"))
     model.config.num_hidden_layers = LAYERS + 1
     with pytest.raises(UserError, match=f"expected {LAYERS + 1} layers that are called one after the other"):
         discover(model, alone=True)
 
 
-def test_layers_are_of_one_kind_unless_one_was_changed_by_hand() -> None:
+def test_layers_are_of_one_kind_unless_a_module_or_hook_differs() -> None:
     layers = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)]
     layers[2][1] = nn.GELU()
     assert kind_of(layers[0], 0) == kind_of(layers[1], 1) != kind_of(layers[2], 2)
@@ -65,7 +65,7 @@ def test_layers_are_of_one_kind_unless_one_was_changed_by_hand() -> None:
 # watching
 
 
-def test_uses_are_noted_in_their_phase_and_reads_of_a_shape_are_none() -> None:
+def test_watch_records_parameter_uses_per_phase_but_no_dtype_reads() -> None:
     model: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     watch, x = Watch(model), torch.ones(1, 2)
     with watch:
@@ -77,7 +77,7 @@ def test_uses_are_noted_in_their_phase_and_reads_of_a_shape_are_none() -> None:
     assert watch.used == {"embedding": {"a.weight", "a.bias"}, "head": {"b.weight"}}
 
 
-def test_what_the_head_reads_from_before_the_layers_is_named() -> None:
+def test_watch_names_what_the_head_reads_from_before_the_layers() -> None:
     watch = Watch(nn.Linear(2, 2))
     inputs = {"input_ids": torch.ones(2), "position_ids": torch.zeros(2)}
     with watch:
@@ -90,7 +90,7 @@ def test_what_the_head_reads_from_before_the_layers_is_named() -> None:
     assert watch.read_by_head == {"input_ids", "a result of mul"}
 
 
-def test_tables_of_positions_are_found() -> None:
+def test_watch_finds_position_tables() -> None:
     table, watch = nn.Embedding(20, 2, padding_idx=1), Watch(nn.Linear(1, 1))
     positions = torch.arange(7)[None]
     with watch:
@@ -122,7 +122,7 @@ NO_PLACES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("what", [*PLACES, *NO_PLACES])
-def test_places_that_are_counted_along_a_row_are_told_from_other_counts(what: str) -> None:
+def test_counting_tells_row_positions_from_other_counts(what: str) -> None:
     x = torch.rand(7, 2)
     counting = Counting([TABLE])
     counting.give(x)
@@ -131,7 +131,7 @@ def test_places_that_are_counted_along_a_row_are_told_from_other_counts(what: st
     assert counting.has_counted is (what in PLACES)
 
 
-def test_what_counts_on_every_document_by_itself_is_left_out() -> None:
+def test_counting_leaves_out_the_given_modules() -> None:
     class Counts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * torch.arange(7)[:, None]
@@ -146,7 +146,7 @@ def test_what_counts_on_every_document_by_itself_is_left_out() -> None:
     assert counting.has_counted
 
 
-def test_weights_that_autograd_saves_are_seen_also_as_a_copy() -> None:
+def test_weights_saved_by_autograd_are_found_even_as_a_copy() -> None:
     model = nn.Linear(2, 2)
     for compute, saved in (
         (lambda x: x * model.weight.float(), True),
@@ -163,7 +163,7 @@ def test_weights_that_autograd_saves_are_seen_also_as_a_copy() -> None:
         assert followed.made(out) is not (compute(x).equal(x * 3 @ torch.ones(2, 2)) and not saved)
 
 
-def test_recorders_and_feeders_tell_the_watch_where_the_model_is() -> None:
+def test_watched_recorders_and_feeders_set_the_phase_of_the_watch() -> None:
     watch, tape, hidden = Watch(nn.Linear(2, 2)), Tape(0), torch.zeros(1, 2)
     recorders = [WatchedRecorder(nn.Identity(), index, 2, tape, watch) for index in range(2)]
     watch.begin("embedding", {"position_ids": torch.zeros(1)})
@@ -217,7 +217,7 @@ def call(how: str) -> tuple[Tensor, bool]:
     return made
 
 
-def test_a_change_of_the_input_is_told_and_another_persistent_one_refused() -> None:
+def test_in_place_input_changes_are_reported_and_others_refused() -> None:
     assert [call(how)[1] for how in ("", "angles", "input", "input without a version")] == [False, False, True, True]
     for how, words in (
         ("shared", "a tensor in place that other layers are given too"),
@@ -230,7 +230,7 @@ def test_a_change_of_the_input_is_told_and_another_persistent_one_refused() -> N
             call(how)
 
 
-def test_what_is_held_is_looked_at_as_often_as_wanted() -> None:
+def test_held_buffer_values_may_be_checked_repeatedly() -> None:
     layer = Layer("")
     held = ValuesBefore(layer)
     layer(torch.ones(2), torch.zeros(2))
@@ -243,7 +243,7 @@ def test_what_is_held_is_looked_at_as_often_as_wanted() -> None:
 # buffers and sizes
 
 
-def test_poison_is_found_whatever_the_dtype_but_in_booleans() -> None:
+def test_poison_is_found_in_every_dtype_except_bool() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int8):
         tensor = torch.zeros(3, dtype=dtype)
         assert not poisoned(tensor) and poisoned(poison(tensor.clone()))
@@ -253,7 +253,7 @@ def test_poison_is_found_whatever_the_dtype_but_in_booleans() -> None:
     assert not poisoned(poison(torch.zeros(2, dtype=torch.bool)))
 
 
-def test_buffers_of_a_model_on_meta_get_the_values_that_its_own_start_gives() -> None:
+def test_meta_model_buffers_get_the_values_of_a_real_model() -> None:
     model, real = meta_model(family_config("llama")), None
     assert persistent_buffers(Layer("")) == {"count"} and not persistent_buffers(model)
     assert set(map(type, owners(model).values())) == {type(model), type(model.model)}
@@ -264,7 +264,7 @@ def test_buffers_of_a_model_on_meta_get_the_values_that_its_own_start_gives() ->
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_a_buffer_that_the_model_does_not_set_is_named() -> None:
+def test_meta_buffer_that_the_model_never_sets_is_named() -> None:
     model = meta_model(family_config("llama"))
     model.model.register_buffer("scale", torch.empty(2, device="meta"))
     with pytest.raises(UserError, match=r"buffer model\.scale has no value on the meta device"):
@@ -282,7 +282,7 @@ class Varied:
         raise RuntimeError("differs")
 
 
-def test_sizes_of_attention_where_a_config_has_none_or_several() -> None:
+def test_head_count_and_size_default_if_a_config_lacks_them() -> None:
     plain: Any = SimpleNamespace(num_attention_heads=4, hidden_size=32, head_dim=None)
     assert (num_heads(plain), head_size(plain)) == (4, 8)
     plain.head_dim = 16

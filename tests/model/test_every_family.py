@@ -27,7 +27,7 @@ QUICK = ("llama", "qwen3_next", "falcon_h1", "jamba", "lfm2", "bloom", "bart", "
 
 
 @pytest.mark.parametrize("family", quick_ones(families(), QUICK))
-def test_a_family_is_equal_or_refused(family):
+def test_every_model_family_matches_plain_training_or_is_refused(family):
     found = outcome(family)
     if found.kind == "not built" and not SAME_RELEASE:
         pytest.skip(f"its tiny configuration is for another release: {found.reason}")
@@ -36,7 +36,7 @@ def test_a_family_is_equal_or_refused(family):
         assert not uncrossed(tiny_config(family), max(map(max, PACKED)))
 
 
-def test_attention_in_chunks_is_cut_where_no_layer_counts(monkeypatch):
+def test_chunked_attention_without_position_counts_cuts_documents(monkeypatch):
     config: Any = tiny_config("llama4_text")
     config.attn_temperature_tuning = False
     monkeypatch.setattr(every_family, "tiny_config", lambda _: deepcopy(config))
@@ -46,7 +46,7 @@ def test_attention_in_chunks_is_cut_where_no_layer_counts(monkeypatch):
 
 @pytest.mark.slow
 @same_release
-def test_the_page_of_models_is_true():
+def test_models_page_lists_the_outcome_of_every_family():
     written = PAGE.read_text(encoding="utf-8")
     versions = re.search(r"with (transformers \S+ and torch \S+);", written)
     assert versions
@@ -55,6 +55,6 @@ def test_the_page_of_models_is_true():
 
 @pytest.mark.slow
 @same_release
-def test_the_list_of_tested_families_is_true():
+def test_list_of_tested_families_matches_their_outcomes():
     written = (ROOT / "src" / "tawpipe" / "model" / "tested.py").read_text(encoding="utf-8")
     assert written == equal_families({family: outcome(family) for family in families()})

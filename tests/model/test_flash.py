@@ -22,7 +22,7 @@ PLACES = ((0, 0, 13), (0, 20, 30), (3, 20, 30), (24, 25, 26), (7, 19, 37))
         for number, one in enumerate(product(WINDOWS, THREADS, PLACES))
     ],
 )
-def test_parts_are_a_softmax_over_all_keys(window, threads, place, dims, monkeypatch, request):
+def test_flash_attention_over_key_parts_equals_one_softmax(window, threads, place, dims, monkeypatch, request):
     """Whatever is folded, padded for one head at a time, cut into tiles, or left to CUDA's kernel; with sinks or not;
     key-value heads are 2 of 8. What is kept for the backward pass is part of a chunk's.
     """

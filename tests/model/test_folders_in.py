@@ -62,7 +62,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return SimpleNamespace(there=there, asked=asked)
 
 
-def test_of_a_name_on_the_hub_all_that_is_read_is_fetched_and_nothing_else(hub: SimpleNamespace) -> None:
+def test_hub_download_fetches_only_the_files_that_are_read(hub: SimpleNamespace) -> None:
     shards(hub.there)
     own = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tekken.json", "spiece.model"]
     own += ["qwen.tiktoken", "vocab.bpe", "merges.txt", "modeling_own.py", "tokenizer.model.v3"]
@@ -85,7 +85,7 @@ def test_of_a_name_on_the_hub_all_that_is_read_is_fetched_and_nothing_else(hub: 
     assert hub.asked == [("a/b", "v1.0"), ("a/b", COMMIT)]  # what has come between the two is of another commit
 
 
-def test_the_commit_is_named_and_stands_in_an_adapter(hub: SimpleNamespace) -> None:
+def test_hub_commit_is_recorded_in_origin_and_adapter(hub: SimpleNamespace) -> None:
     pytest.importorskip("peft")
     from tawpipe.model.settings import LoraSettings
 
@@ -96,7 +96,7 @@ def test_the_commit_is_named_and_stands_in_an_adapter(hub: SimpleNamespace) -> N
     assert (config.base_model_name_or_path, config.revision) == ("a/b", COMMIT)
 
 
-def test_a_name_on_the_hub_without_safetensors_is_refused(hub: SimpleNamespace) -> None:
+def test_hub_model_without_safetensors_is_refused(hub: SimpleNamespace) -> None:
     (hub.there / "config.json").write_text("{}")
     (hub.there / "pytorch_model.bin").write_text("")
     with pytest.raises(UserError, match="with safetensors, which this has not"):
@@ -104,7 +104,7 @@ def test_a_name_on_the_hub_without_safetensors_is_refused(hub: SimpleNamespace) 
 
 
 @pytest.mark.parametrize("beside", ["chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json"])
-def test_a_named_tokenizer_json_has_what_is_beside_it(tmp_path: Path, beside: str) -> None:
+def test_tokenizer_json_path_uses_the_files_beside_it(tmp_path: Path, beside: str) -> None:
     tokenizer = train_tokenizer(["a b c"], 300)
     tokenizer.add_tokens(["<end>"], special_tokens=True)
     tokenizer.eos_token, tokenizer.chat_template = "<end>", "{{ messages[0].content }}"
@@ -119,7 +119,7 @@ def test_a_named_tokenizer_json_has_what_is_beside_it(tmp_path: Path, beside: st
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_tied_tensors_that_differ_are_refused_and_equal_ones_are_one(tmp_path: Path, family: str) -> None:
+def test_differing_tied_tensors_are_refused_and_equal_ones_are_merged(tmp_path: Path, family: str) -> None:
     config = family_config("llama", tied=True) if family == "llama" else tiny_config("gpt2")
     model = real_model(config, torch.float32)
     model.save_pretrained(tmp_path)
@@ -148,7 +148,7 @@ def test_tied_tensors_that_differ_are_refused_and_equal_ones_are_one(tmp_path: P
     assert values[HEAD].equal(tensors[HEAD]) and not values[HEAD].equal(values[embed])
 
 
-def test_one_parameter_under_two_names_is_refused(tmp_path: Path) -> None:
+def test_parameter_under_two_names_is_refused(tmp_path: Path) -> None:
     real_model(family_config("llama"), torch.float32).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["norm.weight"] = tensors["model.norm.weight"].clone()
@@ -158,7 +158,7 @@ def test_one_parameter_under_two_names_is_refused(tmp_path: Path) -> None:
         SafetensorsSource(chain, tmp_path)
 
 
-def test_an_index_beside_a_single_file_is_read_if_both_are_the_same_model(tmp_path: Path) -> None:
+def test_safetensors_index_beside_a_single_file_must_hold_equal_tensors(tmp_path: Path) -> None:
     tensors = dict[str, torch.Tensor]()
     for path in shards(tmp_path).glob("*.safetensors"):
         tensors |= load_file(path)
@@ -188,7 +188,9 @@ def test_an_index_beside_a_single_file_is_read_if_both_are_the_same_model(tmp_pa
         ({"model__norm__weight": 3}, "cannot be read"),
     ],
 )
-def test_an_index_that_contradicts_its_files_is_refused(tmp_path: Path, places: dict[str, Any], said: str) -> None:
+def test_safetensors_index_that_contradicts_its_files_is_refused(
+    tmp_path: Path, places: dict[str, Any], said: str
+) -> None:
     first = next(path.name for path in sorted(shards(tmp_path).glob("model-*.safetensors")))
     edit_index(
         tmp_path, **{name: first if str(place).startswith("model-") else place for name, place in places.items()}
@@ -207,7 +209,7 @@ def mixed(folder: Path, family: str, wide: tuple[str, ...]) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_a_buffer_in_32_bits_is_used_as_it_is(tmp_path: Path, family: str) -> None:
+def test_fp32_buffers_are_used_unchanged(tmp_path: Path, family: str) -> None:
     kept = mixed(tmp_path, family, ("correction_bias",))
     built = build_model(str(tmp_path), max_positions=24)
     chain = Chain(built.model)
@@ -220,9 +222,7 @@ def test_a_buffer_in_32_bits_is_used_as_it_is(tmp_path: Path, family: str) -> No
 
 
 @pytest.mark.parametrize(("family", "wide"), [("qwen3_moe", ("gate.weight",)), ("gpt_oss", ("sinks", "router.weight"))])
-def test_parameters_in_32_bits_that_compute_in_fewer_are_named(
-    tmp_path: Path, family: str, wide: tuple[str, ...]
-) -> None:
+def test_fp32_parameters_computed_in_fewer_bits_are_named(tmp_path: Path, family: str, wide: tuple[str, ...]) -> None:
     kept = mixed(tmp_path, family, wide)
     built = build_model(str(tmp_path), max_positions=24)
     words = built.wide_words(Chain(built.model), torch.bfloat16)
@@ -231,7 +231,7 @@ def test_parameters_in_32_bits_that_compute_in_fewer_are_named(
     assert built.wide_words(Chain(built.model), torch.float32) == ""
 
 
-def test_parameters_that_a_class_keeps_in_32_bits_are_named() -> None:
+def test_parameters_that_a_class_keeps_in_fp32_are_named() -> None:
     from tawpipe.model.buffers import wide_parameters
 
     class Careful(LlamaForCausalLM):
@@ -250,19 +250,19 @@ def test_parameters_that_a_class_keeps_in_32_bits_are_named() -> None:
         (tiny_config("llama"), ""),
     ],
 )
-def test_a_loss_for_balancing_experts_that_is_not_trained_is_said(config: Any, said: str) -> None:
+def test_untrained_load_balancing_loss_is_reported(config: Any, said: str) -> None:
     words = BuiltModel(SimpleNamespace(config=config), "x", None).balance_words
     assert (said in words) if said else words == ""
 
 
-def test_a_generation_config_that_transformers_refuses_still_says_where_texts_stop(tmp_path: Path) -> None:
+def test_invalid_generation_config_still_gives_the_eos_tokens(tmp_path: Path) -> None:
     real_model(family_config("llama"), torch.float32).save_pretrained(tmp_path)
     settings = {"eos_token_id": [3, 4], "do_sample": False, "temperature": 0.6, "pad_token_id": -1}
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     assert build_model(str(tmp_path), max_positions=8).model.generation_config.eos_token_id == [3, 4]
 
 
-def test_numbers_of_8_bits_are_not_the_dtype_of_a_folder(tmp_path: Path) -> None:
+def test_stored_dtype_ignores_8_bit_codes(tmp_path: Path) -> None:
     few = torch.zeros(64, 64).to(torch.float8_e4m3fn)
     save_file({"codes": few, "norm": torch.ones(4, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     assert stored_dtype(tmp_path) == torch.bfloat16 and stored_dtypes(tmp_path) == {"norm": torch.bfloat16}

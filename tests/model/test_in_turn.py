@@ -44,7 +44,7 @@ WHY = {
 
 
 @pytest.mark.parametrize("family", WHY)
-def test_what_mixes_documents_is_known_without_values(family: str):
+def test_models_that_mix_documents_are_detected_without_weights(family: str):
     own_code, why = WHY[family]
     chain = Chain(meta_model(tiny_config(family)))
     assert why in chain.in_turn and chain.own_code == own_code
@@ -115,7 +115,7 @@ class AfterValues(ByPlace):
         (Kept, LlamaMLP),
     ],
 )
-def test_layers_that_count_places_themselves_take_documents_in_turn(kind: type[nn.Module], base: type[nn.Module]):
+def test_layers_that_count_positions_compute_documents_in_turn(kind: type[nn.Module], base: type[nn.Module]):
     model = real_model(family_config("llama"))
     model.set_attn_implementation("sdpa")
     for module in list(model.modules()):
@@ -132,7 +132,7 @@ def test_layers_that_count_places_themselves_take_documents_in_turn(kind: type[n
         our_step(model, PACKED, sequence_chunk=12)
 
 
-def test_the_check_refuses_places_that_only_values_show():
+def test_layers_that_count_positions_only_by_values_are_refused():
     model = meta_model(family_config("llama"))
     for layer in model.model.layers:
         layer.self_attn.__class__ = AfterValues
@@ -140,12 +140,12 @@ def test_the_check_refuses_places_that_only_values_show():
         Pipeline(model)
 
 
-def test_what_keeps_documents_apart_has_no_reason_to_take_them_in_turn():
+def test_model_that_separates_documents_does_not_compute_them_in_turn():
     chain = Chain(meta_model(family_config("gemma2")))
     assert not chain.in_turn and not chain.own_code
 
 
-def test_documents_of_one_length_are_grouped_and_come_back_in_their_order():
+def test_groups_of_documents_of_one_length_rejoin_in_order():
     rows = torch.arange(2 * 12 * 3).view(2, 12, 3)
     lengths = 4, 6, 2, 6, 2, 4
     groups = Groups.by(lengths, lengths)
@@ -157,7 +157,7 @@ def test_documents_of_one_length_are_grouped_and_come_back_in_their_order():
 
 
 @pytest.mark.parametrize(("lengths", "groups"), [((3, 5, 3), [[0, 2], [1]]), ((1, 9, 2), [[0, 2], [1]])])
-def test_documents_of_similar_lengths_are_padded_to_a_rectangle(lengths, groups):
+def test_groups_of_documents_of_similar_lengths_are_padded(lengths, groups):
     rows = torch.arange(1.0, sum(lengths) + 1)[None]
     similar = Groups.by([length < 5 for length in lengths], lengths)
     assert [list(numbers) for numbers in similar.numbers] == groups
@@ -175,7 +175,7 @@ def bart() -> Iterator[Pipeline]:
 
 
 @pytest.mark.parametrize("lengths", [(6, 6), (1, 11), (5, 1, 6), (1,) * 12])
-def test_layers_are_called_once_for_every_length(bart: Pipeline, lengths: tuple[int, ...], monkeypatch):
+def test_in_turn_layers_are_called_once_per_document_length(bart: Pipeline, lengths: tuple[int, ...], monkeypatch):
     called: list[int] = []
     monkeypatch.setattr(
         bart.chain.layers[0], "forward", lambda hidden, *_, **__: called.append(hidden.shape[1]) or hidden
@@ -188,7 +188,7 @@ def test_layers_are_called_once_for_every_length(bart: Pipeline, lengths: tuple[
     assert called == list(dict.fromkeys(lengths))
 
 
-def test_documents_must_begin_at_position_0_where_the_model_counts_by_itself(bart: Pipeline):
+def test_model_that_counts_positions_refuses_documents_not_starting_at_0(bart: Pipeline):
     ids = torch.randint(3, 40, (2, 12), generator=torch.Generator().manual_seed(0))
     places = torch.arange(12).remainder(6).expand(2, 12)
     bart.step({"input_ids": ids, "labels": ids, "position_ids": places})
@@ -202,7 +202,7 @@ def test_documents_must_begin_at_position_0_where_the_model_counts_by_itself(bar
         )
 
 
-def test_documents_longer_than_a_table_of_positions_are_refused_although_the_model_counts_by_itself(bart: Pipeline):
+def test_documents_longer_than_a_hidden_position_table_are_refused(bart: Pipeline):
     ids = torch.full((1, 129), 7)
     with pytest.raises(UserError, match="position 128'; below 128"):
         bart.step({"input_ids": ids, "labels": ids})
@@ -211,13 +211,13 @@ def test_documents_longer_than_a_table_of_positions_are_refused_although_the_mod
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "falcon"])
-def test_the_check_compares_them_with_their_own_forward_pass(family: str):
+def test_model_check_passes_for_in_turn_families(family: str):
     pipeline = Pipeline(real_model(tiny_config(family), torch.float32), checks=CheckSettings(check="always"))
     assert "layers checked" in pipeline.checked
     pipeline.close()
 
 
-def test_rows_of_several_lengths_make_a_padded_micro_batch():
+def test_padded_micro_batch_takes_rows_of_several_lengths():
     parts = [MicroBatch.of_documents(torch.arange(n)[None], torch.arange(n)[None], [n]) for n in (5, 3, 5)]
     batch = MicroBatch.padded(parts)
     assert batch.input_ids.shape == (3, 5) and batch.lengths == (5, 3, 2, 5)
@@ -225,7 +225,7 @@ def test_rows_of_several_lengths_make_a_padded_micro_batch():
     assert torch.equal(batch.labels[1], torch.tensor([1, 2, -100, -100, -100]))
 
 
-def test_a_profile_counts_the_calls_of_layers_that_take_documents_in_turn():
+def test_profile_charges_in_turn_layers_per_document_length():
     chain = Chain(meta_model(tiny_config("bloom")))
     profile = measure(chain, dtype=torch.float32, device=torch.device("cpu"), tokens=64, now=count(1.0).__next__)
     embedding, layer, *_ = profile.blocks
@@ -238,7 +238,7 @@ def test_a_profile_counts_the_calls_of_layers_that_take_documents_in_turn():
     assert work.of(7) == 2 * 2 * (2.0 + 7)
 
 
-def test_attention_refuses_what_it_would_leave_out():
+def test_packed_attention_refuses_indices_and_foreign_keys():
     """Indices of the keys that count, and keys that stand for several tokens, belong to sparse attention."""
     states = torch.ones(1, 2, 6, 4)
     mask = PackedMask(Documents.of((6,), (1, 6), torch.device("cpu")), None)
@@ -248,7 +248,7 @@ def test_attention_refuses_what_it_would_leave_out():
         packed_attention(torch.nn.Identity(), states, states[:, :, :3], states[:, :, :3], mask)
 
 
-def test_chunks_of_attention_begin_with_every_document():
+def test_documents_are_cut_into_attention_chunks_from_their_start():
     documents = Documents.of((7, 3, 2, 8), (2, 10), torch.device("cpu")).cut(3)
     assert [length for _, _, length in documents.spans] == [3, 3, 1, 3, 2, 3, 3, 2]
     assert documents.max_length == 3 and documents.spans[5] == (1, 2, 3)
@@ -256,7 +256,7 @@ def test_chunks_of_attention_begin_with_every_document():
 
 
 @pytest.mark.parametrize(("family", "key"), [("deepseek_v3", "num_mtp_layers"), ("mellum", "num_mtp_layers")])
-def test_multi_token_prediction_heads_are_refused_or_left_out_of_what_is_exported(family: str, key: str, tmp_path):
+def test_multi_token_prediction_heads_are_refused_or_not_exported(family: str, key: str, tmp_path):
     config = tiny_config(family)
     setattr(config, key, 1)
     if hasattr(config, "mtp_layer_types"):

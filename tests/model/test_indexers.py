@@ -30,13 +30,13 @@ ROWS = ((4, 3, 1, 4), (9, 3))
 
 
 @pytest.mark.parametrize("family", quick_ones(SPARSE, ["deepseek_v32"]))
-def test_documents_short_and_long_have_the_plain_gradients(family: str, monkeypatch):
+def test_sparse_attention_has_the_gradients_of_plain_training(family: str, monkeypatch):
     keep_fp64(monkeypatch)
     model = random_model(family)
     assert differences(our_step(deepcopy(model), ROWS), plain_step(model, micro_batches(ROWS))) == []
 
 
-def test_scores_are_made_for_long_documents_only(monkeypatch):
+def test_indexer_computes_scores_only_for_long_documents(monkeypatch):
     model = meta_model(tiny_config("deepseek_v32"))
     indexer = model.model.layers[0].self_attn.indexer
     kind = type(indexer)
@@ -58,7 +58,7 @@ def test_scores_are_made_for_long_documents_only(monkeypatch):
     assert not any(isinstance(module, Indexer) for module in v4.modules())
 
 
-def test_indexers_are_frozen_by_a_run_with_a_word(tmp_path):
+def test_build_model_freezes_indexers_and_reports_it(tmp_path):
     tiny_config("deepseek_v32").save_pretrained(tmp_path)
     built = build_model(str(tmp_path), max_positions=64, longest=1)
     frozen = {name for name, parameter in built.model.named_parameters() if not parameter.requires_grad}
@@ -71,7 +71,7 @@ def test_indexers_are_frozen_by_a_run_with_a_word(tmp_path):
     assert build_model(str(tmp_path / "other"), max_positions=64, longest=1).frozen_words == ""
 
 
-def test_indexers_are_frozen_by_the_library_with_a_word(caplog):
+def test_pipeline_freezes_indexers_and_reports_it(caplog):
     model = real_model(tiny_config("deepseek_v32"), torch.float32)
     with closing(Pipeline(model, checks=CheckSettings(check="never"))) as pipeline:
         assert "indexers of sparse attention: the loss gives them no gradient" in caplog.text
@@ -79,7 +79,7 @@ def test_indexers_are_frozen_by_the_library_with_a_word(caplog):
     assert not model.model.layers[0].self_attn.indexer.wk.weight.requires_grad
 
 
-def test_functions_that_fell_back_are_named_with_their_package_and_share():
+def test_mixer_fallbacks_are_named_with_package_and_time_share():
     chain = Chain(meta_model(tiny_config("qwen3_next")))
     words = mixer_words(chain, torch.device("cuda"), 0.7)
     packages = dict(kernel_packages())
@@ -94,7 +94,7 @@ def test_functions_that_fell_back_are_named_with_their_package_and_share():
 
 
 @pytest.mark.slow
-def test_the_share_of_mixers_is_measured_and_sets_are_not_planned(monkeypatch):
+def test_profile_of_mixers_measures_their_share_and_no_context_parallelism(monkeypatch):
     monkeypatch.setattr(memory, "PAST_KEYS", 64)
     chain = Chain(meta_model(tiny_config("lfm2")))
     usual = {"dtype": torch.float32, "device": torch.device("cpu"), "now": count(1.0).__next__}
@@ -103,7 +103,7 @@ def test_the_share_of_mixers_is_measured_and_sets_are_not_planned(monkeypatch):
     assert profile.in_chunks and not profile.why_whole and not profile.cuts and not profile.shares
 
 
-def test_an_estimate_counts_the_states_of_one_layer_at_every_border(monkeypatch):
+def test_memory_estimate_counts_one_layer_state_at_every_chunk_border(monkeypatch):
     chain = Chain(meta_model(tiny_config("qwen3_next")))
     most = max(mixing.state_bytes for mixing in chain.mixing)
     assert most == 4 * (64 * 3 + 4 * 8 * 8)  # of the convolution and of linear attention, fp32

@@ -25,7 +25,7 @@ def wide(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_codes_stand_for_is_near(form: str) -> None:
+def test_quantized_rows_stay_within_half_a_step_of_the_weights(form: str) -> None:
     weight = torch.randn(48, 256, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
     codes, scales = quantise_rows(weight, form)
@@ -40,7 +40,7 @@ def test_what_codes_stand_for_is_near(form: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("tokens", [1, FEW, FEW + 1])
 @pytest.mark.parametrize("shape", [(48, 256), (30, 128)])
-def test_a_product_is_that_with_what_the_codes_stand_for(
+def test_low_bit_product_equals_the_dequantized_product(
     form: str, dtype: torch.dtype, tokens: int, shape: tuple[int, int]
 ) -> None:
     torch.manual_seed(1)
@@ -57,7 +57,7 @@ def test_a_product_is_that_with_what_the_codes_stand_for(
 
 @pytest.mark.parametrize("form", ["none", *FORMS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_are_those_that_are_held(form: str, dtype: torch.dtype) -> None:
+def test_weight_bytes_prediction_equals_the_held_bytes(form: str, dtype: torch.dtype) -> None:
     chain = Chain(wide(tie_word_embeddings=False))
     said = WeightBytes.of(chain, form, dtype, "cpu")
     staying(chain, dtype, form=form)
@@ -77,7 +77,7 @@ def test_bytes_are_those_that_are_held(form: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_logits_are_those_of_a_model_with_dequantised_matrices(form: str) -> None:
+def test_low_bit_logits_equal_those_of_dequantized_matrices(form: str) -> None:
     plain = wide()
     for path, module in plain.named_modules():
         if ".layers." in f".{path}" and isinstance(module, torch.nn.Linear):
@@ -97,7 +97,7 @@ def test_logits_are_those_of_a_model_with_dequantised_matrices(form: str) -> Non
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_codes_that_are_there_are_taken_as_they_are(form: str) -> None:
+def test_stored_codes_are_used_without_requantizing(form: str) -> None:
     chain, model = Chain(wide()), wide()
     source, name = ModuleSource(chain), "model.layers.1.mlp.up_proj.weight"
     coded = quantise_rows(model.get_parameter(name).detach() * 2, form)
@@ -115,7 +115,7 @@ def test_codes_that_are_there_are_taken_as_they_are(form: str) -> None:
     assert layer.form == form and torch.equal(layer.matrix(), dequantise_rows(*coded, torch.float32))
 
 
-def test_what_cannot_be_in_few_bits_is_refused_or_stays() -> None:
+def test_impossible_low_bit_forms_are_refused_and_embeddings_kept() -> None:
     with pytest.raises(UserError, match=r"weights: got .w5"):
         staying(Chain(wide()), torch.float32, form="w5")
     with pytest.raises(UserError, match="no linear layer"):

@@ -57,7 +57,7 @@ def in_fp64(monkeypatch):
 
 
 @pytest.mark.parametrize("family", quick_ones(FAMILIES, QUICK))
-def test_documents_are_computed_as_each_by_itself(family: str):
+def test_mixers_in_packed_rows_and_chunks_match_plain_training(family: str):
     rows = ROWS if family in ("falcon_h1", "lfm2") else FEW_ROWS
     model, plain = model_of(family, rows)
     assert differences(our_step(deepcopy(model), rows, sequence_chunk=7), plain) == []
@@ -66,7 +66,7 @@ def test_documents_are_computed_as_each_by_itself(family: str):
 @pytest.mark.parametrize(
     ("family", "trained"), [("falcon_h1", "feed_forward"), pytest.param("qwen3_next", "mlp", marks=pytest.mark.slow)]
 )
-def test_states_of_what_is_frozen_have_no_gradient(family: str, trained: str):
+def test_frozen_mixer_layers_match_plain_training(family: str, trained: str):
     """In the first layer that is trained no state has a graph: neither its input is trained nor the mixer's weights."""
     model = random_model(family)
     for name, parameter in model.named_parameters():
@@ -76,7 +76,7 @@ def test_states_of_what_is_frozen_have_no_gradient(family: str, trained: str):
 
 
 @pytest.mark.parametrize("settings", [{"recompute": "selective"}, {"recompute": "none"}, {"keep_mib": 1}])
-def test_what_is_kept_changes_no_number(settings: dict[str, Any]):
+def test_recomputation_settings_of_mixers_match_plain_training(settings: dict[str, Any]):
     model, plain = model_of("lfm2")
     assert differences(our_step(deepcopy(model), ROWS, **settings), plain) == []
 
@@ -89,7 +89,7 @@ def test_what_is_kept_changes_no_number(settings: dict[str, Any]):
     ],
     ids=["lfm2", "qwen3_next"],
 )
-def test_kept_states_change_no_number_and_mixers_run_once_less(family, mixer, rows, together, monkeypatch, tmp_path):
+def test_kept_mixer_states_save_one_forward_per_chunk_border(family, mixer, rows, together, monkeypatch, tmp_path):
     model, plain = model_of(family, rows)
     calls, forward = list[int](), Mixer.forward
     monkeypatch.setattr(Mixer, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
@@ -104,7 +104,7 @@ def test_kept_states_change_no_number_and_mixers_run_once_less(family, mixer, ro
     assert full - selective == mixers * borders, "once for each border of a micro-batch"
 
 
-def test_rows_of_a_micro_batch_may_have_other_documents_and_inputs_wait_in_files(tmp_path):
+def test_mixers_match_plain_training_with_offloaded_mixed_rows(tmp_path):
     model, plain = model_of("falcon_h1")
     waiting: dict[str, Any] = {"recompute": "selective", "offloaded_layers": 2, "offload_dir": str(tmp_path)}
     assert differences(our_step(deepcopy(model), ROWS, together=3, sequence_chunk=7, **waiting), plain) == []
@@ -119,14 +119,14 @@ def test_rows_of_a_micro_batch_may_have_other_documents_and_inputs_wait_in_files
         ("xlstm", "its layers carry a state in a way that is not known"),
     ],
 )
-def test_chunks_are_refused_where_a_state_cannot_be_handed_on_and_packed_rows_are_not(family: str, why: str):
+def test_mixers_that_cannot_continue_from_a_state_refuse_sequence_chunks(family: str, why: str):
     chain = Chain(meta_model(tiny_config(family)))
     refuse_cut_rows(chain, ScheduleSettings())
     with pytest.raises(UserError, match=f"rows of .* cannot be cut, because .*{why}"):
         refuse_cut_rows(chain, ScheduleSettings(sequence_chunk=64))
 
 
-def test_sets_and_chunks_of_one_token_are_refused_with_what_works():
+def test_mixers_refuse_context_parallelism_and_chunks_of_one_token():
     chain = Chain(meta_model(tiny_config("lfm2")))
     refuse_cut_rows(chain, ScheduleSettings(sequence_chunk=2))
     with pytest.raises(UserError, match="its layers carry a state along a row; chunks instead"):
@@ -135,7 +135,7 @@ def test_sets_and_chunks_of_one_token_are_refused_with_what_works():
         refuse_cut_rows(chain, ScheduleSettings(sequence_chunk=1))
 
 
-def test_other_models_in_the_process_stay_as_they_are():
+def test_chain_replaces_mixer_classes_only_in_its_own_model():
     model = meta_model(tiny_config("lfm2"))
     mixers = [module for module in model.modules() if type(module).__name__ == "Lfm2ShortConv"]
     kind = type(mixers[0])
@@ -145,7 +145,7 @@ def test_other_models_in_the_process_stay_as_they_are():
     assert Chain(model).mixing == chain.mixing  # a second time
 
 
-def test_mixers_are_found_alike_where_kernels_are_installed_that_know_no_meta_device(monkeypatch):
+def test_mixers_are_found_although_installed_kernels_fail_on_meta(monkeypatch):
     """In a layer of Falcon-H1 attention comes after the mixer, whose kernels would raise."""
     plain = Chain(meta_model(tiny_config("falcon_h1"))).mixing
 
@@ -178,7 +178,7 @@ class Forgetful(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mixer_that_mixes_documents_is_found_when_it_first_runs(dtype: torch.dtype):
+def test_mixer_that_mixes_documents_is_refused_at_its_first_run(dtype: torch.dtype):
     mean, call = Mean(), RowCall((None,), {}, Documents.of((5, 6, 7), (1, 18), torch.device("cpu")))
     make_mixer(mean)
     hidden = 100 * torch.randn(1, 18, 4, dtype=dtype)
@@ -190,7 +190,7 @@ def test_a_mixer_that_mixes_documents_is_found_when_it_first_runs(dtype: torch.d
     torch.testing.assert_close(mean(hidden), Mean()(hidden))
 
 
-def test_a_mixer_that_does_not_go_on_from_its_state_is_found_when_chunks_first_run():
+def test_mixer_that_ignores_its_state_is_refused_at_the_first_chunk():
     forgetful, documents = Forgetful(), Documents.of((18,), (1, 18), torch.device("cpu"))
     make_mixer(forgetful)
     chunk = Chunk(KeyStore(1, 18), 0, 9)
@@ -198,7 +198,7 @@ def test_a_mixer_that_does_not_go_on_from_its_state_is_found_when_chunks_first_r
         RowCall((None,), {}, documents, chunk=chunk)(forgetful, torch.randn(1, 9, 4))
 
 
-def test_borders_that_a_kernel_is_not_given_are_seen(monkeypatch):
+def test_document_borders_lost_before_a_kernel_are_detected(monkeypatch):
     """Kimi's mixer hands the borders of documents on under a name that its kernel does not know, and the wrapper of
     kernels drops unknown names: documents mix, although the kernel could keep them apart.
     """
@@ -233,7 +233,7 @@ def test_borders_that_a_kernel_is_not_given_are_seen(monkeypatch):
     ("family", "chunk"),
     [("qwen3_next", 7), ("falcon_h1", 0), pytest.param("falcon_h1", 7, marks=pytest.mark.slow)],
 )
-def test_nothing_is_found_in_bfloat16(family: str, chunk: int):
+def test_bf16_mixers_pass_their_checks_with_finite_loss(family: str, chunk: int):
     model = real_model(tiny_config(family), torch.float32)
     with closing(
         Pipeline(

@@ -31,7 +31,7 @@ def there_and_back(form: str, values: torch.Tensor, dtype: torch.dtype = torch.f
 
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 @pytest.mark.parametrize("shape", [(1,), (64,), (37, 91), (3, 5, 7)])
-def test_numbers_are_those_of_the_definition(form, shape):
+def test_nf4_and_int8_values_equal_their_definition(form, shape):
     torch.manual_seed(0)
     values = torch.randn(shape) * 0.02
     assert torch.equal(there_and_back(form, values), from_bits(form, values))
@@ -46,7 +46,7 @@ class OnCuda(torch.Tensor):
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8"])
-def test_a_large_matrix_is_read_in_few_pieces_on_cuda(form, monkeypatch):
+def test_large_matrix_is_dequantized_in_one_piece_on_cuda(form, monkeypatch):
     """Each is some kernels, and a matrix is read twice a step and micro-batch: 218 million elements are 7 pieces."""
     read, multiply = list[int](), torch.mul
     monkeypatch.setattr(torch, "mul", lambda *given, **out: read.append(given[0].numel()) or multiply(*given, **out))
@@ -58,7 +58,7 @@ def test_a_large_matrix_is_read_in_few_pieces_on_cuda(form, monkeypatch):
 
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 @pytest.mark.parametrize("pieces", [0.5, 3])
-def test_dequantising_takes_what_is_said(form, pieces, monkeypatch):
+def test_dequantization_uses_the_predicted_temporary_bytes(form, pieces, monkeypatch):
     """However many pieces a matrix is read in."""
     monkeypatch.setattr(quantized, "READ_AT_ONCE", 2**16)
     monkeypatch.setattr(quantized, "_at_once", lambda _, on_cuda: on_cuda)
@@ -70,7 +70,7 @@ def test_dequantising_takes_what_is_said(form, pieces, monkeypatch):
     assert found.most == passing_bytes(form, out.numel())
 
 
-def test_the_nearest_number_is_found_beside_every_border():
+def test_nf4_rounds_to_the_nearest_code_at_every_border():
     table = torch.tensor(NF4)
     ends = torch.cat([(table[1:] + table[:-1]) / 2, torch.arange(CELLS) / (CELLS / 2) - 1])
     up, down = torch.full((1,), 2.0), torch.full((1,), -2.0)
@@ -80,7 +80,7 @@ def test_the_nearest_number_is_found_beside_every_border():
     assert torch.equal(there_and_back("nf4", rows)[:, 0], table[nearest])
 
 
-def test_what_is_not_finite_stays_so_in_its_block_alone():
+def test_nonfinite_values_stay_within_their_quantization_block():
     for form in ("nf4", "int8"):
         values = torch.ones(3, 64)
         values[0, 5], values[2, 7] = float("nan"), float("inf")
@@ -88,7 +88,7 @@ def test_what_is_not_finite_stays_so_in_its_block_alone():
         assert not left[0].isfinite().any() and left[1].isfinite().all() and not left[2].isfinite().all()
 
 
-def test_nf4_is_that_of_bitsandbytes():
+def test_nf4_equals_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
@@ -102,7 +102,7 @@ def test_nf4_is_that_of_bitsandbytes():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_unit_in_bytes(dtype):
+def test_packed_unit_stores_quantized_matrices_and_exact_others(dtype):
     """Matrices are quantised, and read as they compute; the rest is exact. Four bits and a scale are what it takes."""
     shapes = {"q": (40, 24), "norm": (24,), "odd": (3, 5)}
     slots, offset = [], 0
@@ -123,7 +123,7 @@ def test_a_unit_in_bytes(dtype):
     assert packing.elements * dtype.itemsize == 480 + 60 + 4 + 24 * values.itemsize + 32 + 4 + 12  # and two gaps
 
 
-def test_linear_weights_and_experts_are_quantised_and_nothing_else():
+def test_only_linear_weights_and_experts_are_quantized():
     def names(config: Any) -> set[str]:
         with torch.device("meta"):
             found = matrices_of(AutoModelForCausalLM.from_config(config))
@@ -140,7 +140,7 @@ def test_linear_weights_and_experts_are_quantised_and_nothing_else():
     assert experts == {"gate_up_proj", "down_proj"}
 
 
-def test_only_what_is_frozen_in_layers_is_quantised():
+def test_only_frozen_layer_matrices_are_quantized():
     def chain() -> Chain:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, **HEADS))

@@ -44,7 +44,7 @@ def judged(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("family", quick_ones(families(), QUICK))
-def test_what_decays_is_what_the_trainer_decays_but_for_the_list(family):
+def test_weight_decay_follows_the_transformers_trainer_except_for_a_list(family):
     model = made(family)
     roles = roles_of(model)
     decayed = judged(model)
@@ -53,7 +53,7 @@ def test_what_decays_is_what_the_trainer_decays_but_for_the_list(family):
 
 
 @pytest.mark.slow
-def test_the_list_names_only_families_that_there_are():
+def test_weight_decay_exception_list_names_existing_families():
     assert {family for ends in LISTED.values() for of in ends.values() for family in of} <= set(families())
 
 
@@ -76,7 +76,7 @@ class Gated(nn.Module):
         self.gate_norm = nn.Sequential(nn.Linear(4, 4))
 
 
-def test_roles_follow_from_modules_and_names_and_not_from_shapes():
+def test_parameter_roles_follow_from_modules_and_names_not_shapes():
     assert roles_of(Gated()) == {
         "proj.weight": MATRIX,
         "proj.bias": VECTOR,
@@ -104,7 +104,7 @@ MATRICES = {
 
 
 @pytest.mark.parametrize("family", MATRICES)
-def test_muon_takes_the_matrices_of_layers_and_nothing_else(family):
+def test_muon_takes_only_matrices_of_layers(family):
     units = Chain(meta_model(family_config(family))).units
     options = options_of(tawpipe.muon(), units)
     taken = {name for name, said in options.items() if said[0] is torch.optim.Muon}
@@ -113,7 +113,7 @@ def test_muon_takes_the_matrices_of_layers_and_nothing_else(family):
     assert {name for name, said in by_shapes.items() if said[0] is torch.optim.Muon} >= taken
 
 
-def test_adapters_are_matrices_and_their_magnitudes_and_tables_are_not():
+def test_muon_takes_lora_matrices_but_no_magnitudes_or_tables():
     config = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], use_dora=True)
     with torch.device("meta"):
         model = get_peft_model(meta_model(family_config("llama")), config)

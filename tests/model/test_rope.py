@@ -96,7 +96,7 @@ def frequencies(model: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_is_that_of_a_config_which_has_the_settings(tmp_path, kind):
+def test_rope_settings_train_and_export_as_a_config_with_the_settings(tmp_path, kind):
     """From the first step on: gradients of documents beyond the old length, and the model that is exported then."""
     settings, spelled, positions = KINDS[kind]
     folder = save(tmp_path / "given", short())
@@ -140,7 +140,7 @@ def test_training_is_that_of_a_config_which_has_the_settings(tmp_path, kind):
     assert made.model.rotary_emb.attention_scaling == plain().model.rotary_emb.attention_scaling
 
 
-def test_an_extended_model_is_extended_again(tmp_path):
+def test_extended_rope_config_is_extended_again(tmp_path):
     """What is not said stays as it is where the kind is the same, and the length is that before any scaling."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": ORIGINAL}
     config = family_config("llama", max_position_embeddings=32, rope_parameters={**yarn, "truncate": False})
@@ -153,7 +153,7 @@ def test_an_extended_model_is_extended_again(tmp_path):
     assert config_with(folder, theta=3e4).rope_parameters == {**yarn, "truncate": False, "rope_theta": 3e4}
 
 
-def test_layers_with_a_window_keep_their_positions(tmp_path):
+def test_window_layers_keep_their_rope_settings(tmp_path):
     folder = save(tmp_path, family_config("gemma3", max_position_embeddings=ORIGINAL))
     before = AutoConfig.from_pretrained(folder).rope_parameters
     made = config_with(folder, scaling="linear", factor=4, theta=3e6).rope_parameters
@@ -165,7 +165,7 @@ def test_layers_with_a_window_keep_their_positions(tmp_path):
     assert right_or_refused(lambda: real_model(extended), batch, documents=documents, limit=1e-6) == "right"
 
 
-def test_positions_grow_with_rows_where_only_theta_changes(tmp_path):
+def test_theta_change_extends_positions_to_the_row_length(tmp_path):
     folder = save(tmp_path, short())
     assert config_with(folder, theta=1e6, row=100).max_position_embeddings == 100
     assert config_with(folder, theta=1e6, row=8).max_position_embeddings == ORIGINAL
@@ -173,7 +173,7 @@ def test_positions_grow_with_rows_where_only_theta_changes(tmp_path):
         config_with(folder)
 
 
-def test_an_attention_factor_that_follows_from_the_length_stays(tmp_path):
+def test_longrope_attention_factor_is_kept_for_longer_rows(tmp_path):
     """Of longrope without a factor, which transformers takes from the number of positions."""
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": SHORT, "long_factor": LONG}
     config = family_config(
@@ -188,7 +188,7 @@ def test_an_attention_factor_that_follows_from_the_length_stays(tmp_path):
     assert real_model(longer).model.rotary_emb.attention_scaling == scaling > 1
 
 
-def test_an_explicit_attention_factor_stays_under_the_same_scaling(tmp_path):
+def test_explicit_attention_factor_is_kept_under_the_same_scaling(tmp_path):
     """The help of --rope.attention-factor says so; transformers computes one where the config gives none."""
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": ORIGINAL}
     config = family_config(
@@ -203,7 +203,7 @@ def test_an_explicit_attention_factor_stays_under_the_same_scaling(tmp_path):
     assert "attention_factor" not in other and "beta_fast" not in other
 
 
-def test_presets_take_them_and_stay_as_they_are():
+def test_presets_accept_rope_settings_and_are_not_changed():
     before = json.dumps(PRESETS)
     rope = RopeSettings(scaling="yarn", factor=4, original_length=32)
     config = build_model("llama-1b", max_positions=128, rope=rope).model.config
@@ -244,13 +244,13 @@ def test_presets_take_them_and_stay_as_they_are():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(tmp_path, settings, message):
+def test_impossible_rope_settings_are_refused_by_name(tmp_path, settings, message):
     short().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=message):
         config_with(str(tmp_path), **settings)
 
 
-def test_a_config_that_says_something_else_is_named(tmp_path):
+def test_config_that_contradicts_rope_settings_is_named(tmp_path):
     phi = Phi3Config(
         vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=4,
         max_position_embeddings=64, original_max_position_embeddings=16, pad_token_id=0,
@@ -282,7 +282,7 @@ def test_a_config_that_says_something_else_is_named(tmp_path):
             config_with(str(folder), row=16, **settings)
 
 
-def test_a_state_with_other_positions_is_not_gone_on_with():
+def test_checkpoint_with_other_rope_settings_is_refused():
     own, longer = rope_of(short()), rope_of(short(rope_parameters=dict(KINDS["yarn"][1])))
     refuse_other_rope(own, rope_of(short()), "there")
     refuse_other_rope({}, longer, "there")  # of an earlier version

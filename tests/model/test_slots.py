@@ -31,13 +31,13 @@ SLOW = (
 
 
 @pytest.mark.parametrize("family", quick_ones((*QUICK, *SLOW), QUICK))
-def test_a_family_writes_what_generate_writes_or_is_refused(family: str) -> None:
+def test_serving_every_family_equals_generate_or_is_refused(family: str) -> None:
     assert family in families()
     outcome = served(family)
     assert outcome.kind == ("refused" if family in ("mamba", "bloom", "llama4_text") else "equal"), outcome
 
 
-def test_attention_in_chunks_writes_what_generate_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_chunked_attention_equals_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     config: Any = tiny_config("llama4_text")
     config.attn_temperature_tuning = False
     monkeypatch.setattr(every_family, "tiny_config", lambda _: deepcopy(config))
@@ -49,7 +49,7 @@ def engine_of(model: Any, *, groups: int = 1, slots: int = 3, context: int = 24,
     return Engine(staying(Chain(model)), Room(groups, slots, context, chunk))
 
 
-def test_a_prompt_of_a_token_and_one_of_all_the_context() -> None:
+def test_prompts_of_one_token_and_of_the_whole_context_are_served() -> None:
     model, asked = plain_model(), wanted(1)
     prompts = [[7], list(range(3, 27))]
     expected = [generated(model, type(asked)([ids], 1, asked.sampling, frozenset()))[0] for ids in prompts]
@@ -58,7 +58,7 @@ def test_a_prompt_of_a_token_and_one_of_all_the_context() -> None:
     assert [list(each.ids) for each in texts.continuations] == expected
 
 
-def test_a_slot_that_is_given_away_has_nothing_left_of_the_request_before() -> None:
+def test_reused_cache_slot_ignores_the_former_request() -> None:
     """Not even what is no number, which attention would find behind its mask."""
     engine = engine_of(plain_model())
     greedy = Sampling(temperature=0.0)
@@ -85,7 +85,7 @@ def test_a_slot_that_is_given_away_has_nothing_left_of_the_request_before() -> N
         ([SlotTokens(0, 0, (1,) * 9)], "tokens"),
     ],
 )
-def test_passes_that_cannot_be(parts: list[SlotTokens], expected: str) -> None:
+def test_invalid_slot_batches_are_refused(parts: list[SlotTokens], expected: str) -> None:
     with pytest.raises(UserError) as caught:
         SlotCache(3, 8).batch(parts)
     assert caught.value.setting == expected
@@ -96,7 +96,7 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
         engine_of(plain_model()).compute(Pass(0, (Row(0, 0, (61,)),)))
 
 
-def test_a_context_that_a_model_has_no_positions_for() -> None:
+def test_serving_context_longer_than_model_positions_is_refused() -> None:
     chain = Chain(plain_model())
     assert longest_context(chain) == 128
     refuse_serving(chain, 128)
@@ -104,7 +104,7 @@ def test_a_context_that_a_model_has_no_positions_for() -> None:
         refuse_serving(chain, 129)
 
 
-def test_angles_that_depend_on_the_longest_request_are_refused() -> None:
+def test_serving_longrope_beyond_its_original_length_is_refused() -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
@@ -122,7 +122,9 @@ def test_angles_that_depend_on_the_longest_request_are_refused() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("piece", [0, 4])
 @pytest.mark.parametrize(("softcap", "sinks", "values"), [(None, False, 8), (2.0, True, 8), (None, False, 6)])
-def test_attention_over_slots(window: int | None, piece: int, softcap: float | None, sinks: bool, values: int) -> None:
+def test_attention_over_slots_equals_each_request_alone(
+    window: int | None, piece: int, softcap: float | None, sinks: bool, values: int
+) -> None:
     """Beside all scores of each request by itself; slots in any order, some with a token and one with several."""
     torch.manual_seed(0)
     lengths = {4: 9, 1: 7, 2: 8, 0: 6}

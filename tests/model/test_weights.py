@@ -61,7 +61,7 @@ def test_folder_gives_the_weights_of_the_model_that_was_saved(family: str, tied:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_export_opens_with_equal_logits(family: str, tied: bool, tmp_path: Path):
+def test_exported_model_opens_with_equal_logits(family: str, tied: bool, tmp_path: Path):
     """No missing or unexpected keys, and the exported model computes what the original computes."""
     config = family_config(family, tied=tied)
     model = real_model(config, torch.float32).eval()
@@ -87,7 +87,7 @@ def test_export_opens_with_equal_logits(family: str, tied: bool, tmp_path: Path)
         assert torch.equal(opened.eval()(ids, use_cache=False).logits, logits)
 
 
-def test_export_names_and_config_are_those_of_save_pretrained(tmp_path: Path):
+def test_export_has_the_names_and_config_of_save_pretrained(tmp_path: Path):
     """Experts leave one by one, as every checkpoint of the family has them, and our attention leaves no trace."""
     model = real_model(family_config("qwen3_moe"), torch.float32)
     model.save_pretrained(tmp_path / "theirs")
@@ -99,7 +99,7 @@ def test_export_names_and_config_are_those_of_save_pretrained(tmp_path: Path):
     assert ours == theirs | {"rope_theta": theirs["rope_parameters"]["rope_theta"]}
 
 
-def test_every_rank_asks_for_the_same_parameters_and_only_one_writes(tmp_path: Path):
+def test_every_rank_requests_equal_parameters_and_only_one_writes(tmp_path: Path):
     config = family_config("qwen3_moe", tied=True)
     values = dict(real_model(config, torch.float32).named_parameters())
     asked: list[list[str]] = []
@@ -119,7 +119,7 @@ def test_every_rank_asks_for_the_same_parameters_and_only_one_writes(tmp_path: P
     assert {t.dtype for t in load_file(tmp_path / "True/model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_an_unfinished_export_is_not_taken_for_one_and_the_next_replaces_it(tmp_path: Path):
+def test_unfinished_export_is_replaced_by_the_next(tmp_path: Path):
     chain = Chain(meta_model(family_config("llama")))
     values = dict(real_model(family_config("llama"), torch.float32).named_parameters())
 
@@ -136,7 +136,7 @@ def test_an_unfinished_export_is_not_taken_for_one_and_the_next_replaces_it(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_export_without_a_place_fails_when_all_parameters_have_been_asked_for(tmp_path: Path):
+def test_failed_export_raises_after_requesting_all_parameters(tmp_path: Path):
     chain = Chain(meta_model(family_config("llama")))
     values = dict(real_model(family_config("llama"), torch.float32).named_parameters())
     asked: list[str] = []
@@ -148,7 +148,7 @@ def test_an_export_without_a_place_fails_when_all_parameters_have_been_asked_for
 
 
 @pytest.mark.parametrize("full_at", ["weights", "tokenizer"])
-def test_an_export_for_which_there_is_no_room_leaves_everything_as_it_was(tmp_path: Path, full_at: str):
+def test_export_without_disk_space_leaves_the_former_export(tmp_path: Path, full_at: str):
     """Small files are made before parameters are asked for; then all are, since other ranks take part in that."""
     chain = Chain(meta_model(family_config("llama")))
     values = dict(real_model(family_config("llama"), torch.float32).named_parameters())
@@ -177,9 +177,7 @@ def test_an_export_for_which_there_is_no_room_leaves_everything_as_it_was(tmp_pa
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
 
-def test_weights_that_were_written_before_a_disk_was_full_stay_and_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_weight_files_written_before_a_full_disk_are_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     chain = Chain(meta_model(family_config("llama")))
     values = dict(real_model(family_config("llama"), torch.float32).named_parameters())
     saved = list[Path]()
@@ -202,7 +200,7 @@ def test_weights_that_were_written_before_a_disk_was_full_stay_and_are_named(
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
-def test_initialisation_has_the_distribution_of_the_model_s_own(family: str):
+def test_random_initialization_has_the_distribution_of_from_config(family: str):
     """Per parameter the same mean and deviation as ``from_config`` gives, constants exactly."""
     config = family_config(family, hidden_size=64, intermediate_size=96, vocab_size=257)
     torch.manual_seed(5)
@@ -220,7 +218,7 @@ def test_initialisation_has_the_distribution_of_the_model_s_own(family: str):
         assert not InitSource(chain, 3).parameter("model.embed_tokens.weight")[config.pad_token_id].any()
 
 
-def test_initial_values_depend_on_seed_and_name_only():
+def test_initial_values_depend_only_on_seed_and_name():
     config = family_config("llama", tied=True)
     chain = Chain(meta_model(config))
     first = named(chain, InitSource(chain, 3))
@@ -239,7 +237,7 @@ def test_initial_values_depend_on_seed_and_name_only():
     assert_same({n: v.float() for n, v in wide.items()}, first)
 
 
-def test_a_model_with_values_is_its_own_source():
+def test_model_with_values_is_its_own_weight_source():
     model = real_model(family_config("granite"), torch.float32)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     chain = Chain(model)
@@ -249,7 +247,7 @@ def test_a_model_with_values_is_its_own_source():
     assert_same(named(chain, source), before)
 
 
-def test_a_state_that_is_no_tensor_is_no_fact():
+def test_extra_state_of_a_module_is_not_read_as_a_tensor():
     class Scaled(LlamaMLP):
         def get_extra_state(self) -> dict[str, int]:
             return {"scale": 2}
@@ -260,7 +258,7 @@ def test_a_state_that_is_no_tensor_is_no_fact():
     assert "model.layers.0.mlp.up_proj.weight" in facts and not any("extra_state" in name for name in facts)
 
 
-def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path):
+def test_folder_with_wrong_tensors_is_refused_by_name(tmp_path: Path):
     config = family_config("llama")
     real_model(config, torch.float32).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -297,7 +295,7 @@ def test_weights_without_the_base_prefix_or_under_the_tied_name_are_found(tmp_pa
     assert_same(named(chain, SafetensorsSource(chain, tmp_path)), expected)
 
 
-def test_presets_have_the_sizes_they_promise():
+def test_presets_have_their_documented_sizes():
     for name, millions in {"tiny": 8, "small-125m": 124, "llama-1b": 1236, "llama-8b": 8030}.items():
         built = build_model(name, max_positions=2048)
         assert built.folder is None and all(p.is_meta for p in built.model.parameters())
@@ -309,7 +307,7 @@ def test_presets_have_the_sizes_they_promise():
     assert isinstance(built.source(chain, seed=0), InitSource)
 
 
-def test_a_folder_with_weights_is_opened_with_them_and_one_without_starts_random(tmp_path: Path):
+def test_folder_with_weights_is_loaded_and_config_alone_starts_random(tmp_path: Path):
     config = family_config("qwen3")
     config.save_pretrained(tmp_path)
     assert build_model(str(tmp_path), max_positions=128).folder is None
@@ -319,7 +317,7 @@ def test_a_folder_with_weights_is_opened_with_them_and_one_without_starts_random
     assert isinstance(built.source(chain, seed=0), SafetensorsSource)
 
 
-def test_what_cannot_be_built_is_refused_by_name(tmp_path: Path):
+def test_impossible_models_and_sizes_are_refused_by_name(tmp_path: Path):
     with pytest.raises(UserError, match=r"^model: .*'nothing'.*tiny, small-125m, llama-1b, llama-8b"):
         build_model("nothing", max_positions=16)
     with pytest.raises(UserError, match=r"must hold a config\.json"):
@@ -357,7 +355,7 @@ PICKLED = "pytorch_model.bin"
         (["model-00001-of-00002.safetensors"], "save_pretrained"),
     ],
 )
-def test_weights_in_another_form_are_not_passed_over_for_random_ones(tmp_path: Path, files: list[str], way: str):
+def test_weights_that_are_not_safetensors_are_refused(tmp_path: Path, files: list[str], way: str):
     family_config("llama").save_pretrained(tmp_path)
     for name in files:
         (tmp_path / name).touch()
@@ -366,7 +364,7 @@ def test_weights_in_another_form_are_not_passed_over_for_random_ones(tmp_path: P
     assert sorted(files)[0] in str(caught.value) and way in str(caught.value)
 
 
-def test_what_a_trainer_leaves_beside_a_config_is_no_model(tmp_path: Path):
+def test_trainer_files_beside_a_config_are_not_taken_for_weights(tmp_path: Path):
     family_config("llama").save_pretrained(tmp_path)
     for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state.pth"):
         (tmp_path / name).touch()
@@ -374,7 +372,7 @@ def test_what_a_trainer_leaves_beside_a_config_is_no_model(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_command_that_is_recommended_converts(tmp_path: Path):
+def test_recommended_command_converts_pickled_weights(tmp_path: Path):
     config = family_config("llama")
     model = real_model(config, torch.float32)
     config.save_pretrained(tmp_path)
@@ -389,7 +387,7 @@ def test_the_command_that_is_recommended_converts(tmp_path: Path):
     assert_same(named(chain, SafetensorsSource(chain, tmp_path)), dict(model.named_parameters()))
 
 
-def test_a_model_on_the_hub_without_safetensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hub_model_without_safetensors_is_refused_by_build_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
     family_config("llama").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"'some/one'; a model on the Hub with safetensors.*AutoTokenizer") as caught:

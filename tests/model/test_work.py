@@ -15,7 +15,7 @@ def chain_of(config: PreTrainedConfig) -> Chain:
     return Chain(AutoModelForCausalLM.from_config(config))
 
 
-def test_a_document_takes_what_its_matrices_and_its_pairs_of_tokens_take() -> None:
+def test_document_work_counts_matrices_and_token_pairs() -> None:
     config = tiny_config("llama")
     chain = chain_of(config)
     work, width = work_of(chain), config.num_attention_heads * config.head_dim
@@ -27,7 +27,7 @@ def test_a_document_takes_what_its_matrices_and_its_pairs_of_tokens_take() -> No
         assert work.of(length) == pytest.approx(expected)
 
 
-def test_windowed_layers_cost_the_pairs_within_their_window_as_mfu_counts_them() -> None:
+def test_windowed_layers_count_pairs_within_their_window() -> None:
     config = tiny_config("gemma2")
     seen = windows(config)
     assert {one is None for one in seen} == {True, False} and len(seen) == config.num_hidden_layers
@@ -41,7 +41,7 @@ def test_windowed_layers_cost_the_pairs_within_their_window_as_mfu_counts_them()
             assert (kind.of(length) - kind.per_token * length) / kind.per_pair == pytest.approx(flops / 6)
 
 
-def test_of_a_mixture_of_experts_those_count_that_a_token_meets() -> None:
+def test_mixture_of_experts_counts_the_active_experts_of_a_token() -> None:
     config = tiny_config("mixtral")
     config.num_experts_per_tok = 1
     one = work_of(chain_of(config)).of(10)
@@ -52,7 +52,7 @@ def test_of_a_mixture_of_experts_those_count_that_a_token_meets() -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_without_a_plan_a_pipeline_s_stages_are_cut_by_the_experts_that_a_token_meets(family: str) -> None:
+def test_unplanned_pipeline_stages_are_cut_by_active_experts(family: str) -> None:
     config = tiny_config(family)
     config.num_experts_per_tok = 1
     chain = chain_of(config)
@@ -66,7 +66,7 @@ def test_without_a_plan_a_pipeline_s_stages_are_cut_by_the_experts_that_a_token_
     assert [unit.numel for unit in chain.spec.units] == [unit.numel for unit in chain.units]
 
 
-def test_frozen_weights_take_part_in_fewer_products() -> None:
+def test_frozen_weights_count_fewer_matrix_products() -> None:
     """Two instead of three where a gradient passes by, one where none does; and one less in a step's time."""
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
     free = Chain(model)
