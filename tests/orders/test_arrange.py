@@ -59,7 +59,7 @@ def least_memory(layout: Layout, costs: PipelineCosts) -> float:
 
 @given(problems())
 @settings(max_examples=40, deadline=None)
-def test_any_order_does_all_work_once_within_the_memory(problem):
+def test_arranged_order_does_all_work_once_within_the_memory(problem):
     layout, costs, count, split = problem
     order = arrange(layout, costs, count, split=split)
     done = Counter(work for works in order.compute for work in works)
@@ -76,7 +76,7 @@ def test_any_order_does_all_work_once_within_the_memory(problem):
 
 @given(problems(), st.integers(1, 7), st.integers(0, 7))
 @settings(max_examples=40, deadline=None)
-def test_passes_agree_with_the_clock(problem, group, flying):
+def test_passes_agree_with_the_simulated_clock(problem, group, flying):
     """A pass forward starts every work as soon as its order allows, one backward none sooner; memory counts alike."""
     layout, costs, count, split = problem
     ticks = Ticks.of(costs)
@@ -105,7 +105,7 @@ def equal_blocks(layers: int, *, hop: float = 0.0, memory: float = float("inf"))
     return PipelineCosts((end, *[BlockTimes(1, 1, 1)] * layers, end), hop, memory=memory)
 
 
-def test_an_order_is_never_behind_the_published_ones():
+def test_arranged_order_is_never_longer_than_published_orders():
     costs = equal_blocks(16, hop=0.1)
     for layout, make in (
         (Layout.even(18, 4), one_f_one_b),
@@ -117,7 +117,7 @@ def test_an_order_is_never_behind_the_published_ones():
             assert ours <= 1.001 * makespan(play(layout, make(layout, count), costs))
 
 
-def test_an_order_from_few_beginnings_is_hardly_longer(monkeypatch):
+def test_arranged_order_from_few_starting_points_is_hardly_longer(monkeypatch):
     costs, layout, spans = equal_blocks(16, hop=0.1), Layout.even(18, 4, 2, folded=True), []
     for many in (10**9, 0):
         monkeypatch.setattr("tawpipe.orders.arrange.MANY", many)
@@ -127,7 +127,7 @@ def test_an_order_from_few_beginnings_is_hardly_longer(monkeypatch):
     assert spans[0] <= spans[1] <= 1.02 * spans[0]
 
 
-def test_less_memory_means_more_time_until_one_micro_batch_does_not_fit():
+def test_less_memory_lengthens_an_order_until_nothing_fits():
     layout, spans = Layout.even(10, 4), []
     for memory in (2, 4, 6, 8):
         spans.append(makespan(play(layout, arrange(layout, costs := equal_blocks(8, memory=memory), 8), costs)))
@@ -136,7 +136,7 @@ def test_less_memory_means_more_time_until_one_micro_batch_does_not_fit():
         arrange(layout, equal_blocks(8, memory=1.5), 8)
 
 
-def test_a_position_with_more_weights_has_fewer_micro_batches_under_way():
+def test_position_with_more_resident_weights_holds_fewer_micro_batches():
     """The limit is one of each position: what is resident elsewhere takes nothing from it."""
     end, layer = BlockTimes(0, 0, 0, kept=0.0), BlockTimes(1, 1, 1)
     layout = Layout.even(6, 2)
@@ -148,7 +148,7 @@ def test_a_position_with_more_weights_has_fewer_micro_batches_under_way():
         arrange(layout, replace(heavy, memory=7.0), 8)
 
 
-def test_groups_that_interleaved_1f1b_can_use():
+def test_impossible_counts_and_layouts_of_published_orders_are_refused():
     assert nearest_groups(32, 6) == (30, 35)
     with pytest.raises(UserError, match="30 or 35"):
         interleaved(Layout.even(14, 6, 2), 32)

@@ -30,7 +30,7 @@ def span(layout: Layout, order: Order, costs: PipelineCosts) -> float:
     return makespan(play(layout, order, costs))
 
 
-def test_the_published_example():
+def test_generated_layout_beats_the_published_nemotron_example():
     """Nemotron Nano v2 9B on 4 positions with 8 micro-batches: their numbers by our clock, and ours against theirs."""
     even, best = Layout.even(58, 4), Layout(58, (0, 15, 31, 46), (0, 1, 2, 3))
     assert span(even, one_f_one_b(even, 8), NANO) == 133_121
@@ -40,7 +40,7 @@ def test_the_published_example():
     assert span(layout, arrange(layout, NANO, 8), NANO) <= 89_870
 
 
-def test_unequal_layers_are_what_it_is_for():
+def test_generated_layout_beats_interleaved_1f1b_for_unequal_layers():
     costs = PipelineCosts(nemotron(24))
     layout = generate(costs, 4, 8, budget=BUDGET // 2)
     ours = span(layout, arrange(layout, costs, 8), costs)
@@ -51,7 +51,7 @@ def test_unequal_layers_are_what_it_is_for():
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_it_is_never_behind_the_fixed_schedules(mix):
+def test_generated_layout_is_never_behind_the_fixed_schedules(mix):
     costs, positions, count = PipelineCosts(MIXES[mix](24), hop=10), 3, 6
     layout = generate(costs, positions, count, budget=BUDGET // 4)
     ours = span(layout, arrange(layout, costs, count), costs)
@@ -63,7 +63,7 @@ def test_it_is_never_behind_the_fixed_schedules(mix):
         assert ours <= 1.01 * min(span(fixed, order, costs) for order in orders)
 
 
-def test_it_keeps_within_the_memory_and_finds_the_same_again():
+def test_generated_layout_stays_within_memory_and_is_deterministic():
     costs = PipelineCosts(NANO.blocks[:20], memory=24.0)
     layout = generate(costs, 3, 6, budget=BUDGET // 4)
     assert generate(costs, 3, 6, budget=BUDGET // 4) == layout
@@ -79,7 +79,7 @@ def test_it_keeps_within_the_memory_and_finds_the_same_again():
     ("memory", "most"),
     [(36.0, 240), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((32.0, 330), (45.0, 180)))],
 )
-def test_ends_that_take_memory_and_no_time_leave_layers_to_others(memory, most):
+def test_generated_layout_moves_layers_away_from_memory_heavy_ends(memory, most):
     """As of a large vocabulary: neither as many layers in each stage nor balanced times fit beside 20 at each end."""
     layers, ends = [BlockTimes(1, 2, 1, 1, 0, 4)] * 24, (BlockTimes(0, 0, 0, 0, 0, 20), BlockTimes(0, 2, 0, 1, 0, 20))
     costs = PipelineCosts((ends[0], *layers, ends[1]), memory=memory)
@@ -94,7 +94,7 @@ def test_ends_that_take_memory_and_no_time_leave_layers_to_others(memory, most):
 
 @given(st.data())
 @settings(max_examples=20, deadline=None)
-def test_no_order_is_shorter_than_the_bounds(data):
+def test_simulated_order_is_never_shorter_than_its_bounds(data):
     blocks = data.draw(st.integers(6, 10))
     times = st.integers(0, 9)
     drawn = tuple(BlockTimes(*(data.draw(times) for _ in range(3))) for _ in range(blocks))
@@ -119,7 +119,7 @@ def test_no_order_is_shorter_than_the_bounds(data):
     st.lists(st.floats(0.1, 3), max_size=3),
     st.one_of(st.just(math.inf), st.floats(0, 1e9)),
 )
-def test_times_as_text_are_exact(blocks, hop, pace, memory):
+def test_block_times_read_back_exactly_from_text(blocks, hop, pace, memory):
     nodes = tuple(map(int, pace))
     costs = PipelineCosts((*blocks, *blocks[-1:] * 3), hop, tuple(pace), memory, hop / 3, hop / 7, nodes)
     assert parse_times(spell_times(costs)) == costs
@@ -140,6 +140,6 @@ def test_times_as_text_are_exact(blocks, hop, pace, memory):
         "1/2/nan",
     ],
 )
-def test_times_that_are_none(text):
+def test_invalid_block_times_are_refused(text):
     with pytest.raises(UserError, match="times of all blocks"):
         parse_times(text)

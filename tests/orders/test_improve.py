@@ -25,17 +25,17 @@ lanes = st.lists(st.lists(works, max_size=4).map(tuple), min_size=2, max_size=3)
 
 @given(st.builds(Order, lanes, st.one_of(st.just(()), lanes), st.dictionaries(works, works, max_size=4)))
 @settings(max_examples=50, deadline=None)
-def test_an_order_is_its_text(order):
+def test_order_reads_back_from_its_text(order):
     assert Order.parse(str(order)) == order
 
 
 @pytest.mark.parametrize("text", ["", "F0.0", "F0.0;;;", "X0.0;;", "F0;;", "F0.0;;F0.0", "F0.0;;F0.0>B0.0>B0.0"])
-def test_what_is_no_order_is_refused(text):
+def test_invalid_order_text_is_refused(text):
     with pytest.raises(ValueError):
         Order.parse(text)
 
 
-def test_costs_take_on_the_measured_times():
+def test_costs_are_updated_with_measured_times():
     seconds = {
         (0, "F", 0): 2.0,
         (1, "I", 1): 5.0,
@@ -58,7 +58,7 @@ def test_costs_take_on_the_measured_times():
 
 
 @pytest.mark.parametrize("kinds", ["F", "FB", "FIW", "FBO"])
-def test_a_stage_of_an_embedding_takes_no_time_whatever_is_measured(kinds: str):
+def test_embedding_block_keeps_zero_time_whatever_is_measured(kinds: str):
     layout = Layout(5, (0, 1, 3), (0, 1, 2))
     seconds = {(place, kind, place): 1.5 for place in range(3) for kind in kinds}
     found = measured(layout, replace(COSTS, blocks=(BlockTimes(0, 0, 0, 0), *COSTS.blocks[1:])), seconds)
@@ -67,7 +67,7 @@ def test_a_stage_of_an_embedding_takes_no_time_whatever_is_measured(kinds: str):
 
 
 @pytest.mark.slow
-def test_a_better_order_comes_from_another_process():
+def test_improvement_process_finds_a_shorter_order():
     fixed = heuristics(LAYOUT, COSTS, 3)
     start = max(fixed.values(), key=lambda one: makespan(play(LAYOUT, one, COSTS)))
     with Improvement(LAYOUT, COSTS, 3, start, seconds=1.5) as search:
@@ -83,7 +83,7 @@ def test_a_better_order_comes_from_another_process():
     assert all(fits(COSTS, most) for most in peak(LAYOUT, order, COSTS))
 
 
-def test_a_search_that_is_not_wanted_any_more_ends_at_once(caplog):
+def test_closed_improvement_search_ends_at_once(caplog):
     start = next(iter(heuristics(LAYOUT, COSTS, 4).values()))
     search = Improvement(LAYOUT, COSTS, 4, start, seconds=1000.0)
     worker = search._worker
@@ -93,7 +93,7 @@ def test_a_search_that_is_not_wanted_any_more_ends_at_once(caplog):
     assert not search.running and search.poll() is None and not caplog.records
 
 
-def test_a_search_that_fails_leaves_the_order_as_it_is(caplog):
+def test_failed_improvement_search_keeps_the_order(caplog):
     start = next(iter(heuristics(LAYOUT, COSTS, 4).values()))
     with Improvement(LAYOUT, replace(COSTS, memory=0.5), 4, start, seconds=1.0) as search:  # which nothing meets
         end = time.monotonic() + 200

@@ -46,7 +46,7 @@ def alike(given: dict[str, PipelineCosts]) -> float:
 
 
 @pytest.mark.parametrize("memory", [7.0, 40.0, 80.0])
-def test_a_choice_keeps_within_the_limit_and_is_no_longer(memory):
+def test_keeping_choice_stays_within_memory_and_is_no_longer(memory):
     given = options(memory)
     made = choose(given, LAYOUTS, MICRO_BATCHES, tries=300)
     choice, costs = made.choice, made.costs
@@ -60,7 +60,7 @@ def test_a_choice_keeps_within_the_limit_and_is_no_longer(memory):
 
 @pytest.mark.parametrize("host", [math.inf, 0.2])
 @pytest.mark.parametrize("memory", [7.0, 25.0, 60.0])
-def test_any_draft_has_an_order_within_the_limit(memory, host):
+def test_every_annealed_draft_has_an_order_within_the_memory(memory, host):
     given = options(memory, host)
     annealing = Annealing(given, MICRO_BATCHES)
     here, shapes, moved = annealing.best(LAYOUTS, 0), set(), 0
@@ -90,7 +90,7 @@ def test_any_draft_has_an_order_within_the_limit(memory, host):
     assert bool(moved) == (host < math.inf)
 
 
-def test_annealing_finds_the_same_each_time_and_more_tries_no_longer_a_step():
+def test_annealing_is_deterministic_and_more_tries_shorten_the_step():
     lengths = []
     for tries in (0, 200, 200):
         best = Annealing(options(40.0), MICRO_BATCHES).best(LAYOUTS, tries)
@@ -99,13 +99,13 @@ def test_annealing_finds_the_same_each_time_and_more_tries_no_longer_a_step():
     assert lengths[0] > lengths[1] == lengths[2]
 
 
-def test_a_choice_is_a_setting():
+def test_keeping_choice_is_spelled_as_a_recompute_setting():
     choice = Keeping(LAYOUTS[0], ("full", "none", "none", "selective", "full", "none", "none", "full"))
     assert choice.recompute == "none:2,full:1,selective:1,none"
     assert recompute_of_blocks(choice.recompute, llama(LAYERS))[1:-1] == choice.keeps[1:-1]
 
 
-def test_some_memory_goes_to_a_host_that_is_near():
+def test_fast_host_link_moves_some_kept_memory_to_the_host():
     alone, made = (choose(options(20.0, host), LAYOUTS, MICRO_BATCHES, tries=400) for host in (math.inf, 0.2))
     assert not alone.choice.moving and not any(alone.order.host)
     assert made.makespan < alone.makespan and made.choice.moving and any(made.order.host)
@@ -115,6 +115,6 @@ def test_some_memory_goes_to_a_host_that_is_near():
     )
 
 
-def test_memory_for_no_choice_is_refused():
+def test_memory_too_small_for_any_choice_is_refused():
     with pytest.raises(UserError, match="memory of a position"):
         choose(options(2.0), LAYOUTS[:1], MICRO_BATCHES, tries=5)

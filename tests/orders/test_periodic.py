@@ -36,7 +36,7 @@ COSTS = PipelineCosts((NOTHING, *[BlockTimes(100, 200, 97, 1, 0.5)] * 8, BlockTi
 
 @given(problems(), st.integers(0, 40))
 @settings(max_examples=4, deadline=None)
-def test_an_order_that_goes_on_does_all_work_once_within_the_memory(problem, more):
+def test_long_order_does_all_work_once_within_the_memory(problem, more):
     layout, costs, _, split = problem
     count = searched(layout.size) + 1 + more
     order = arrange(layout, costs, count, split=split)
@@ -50,7 +50,7 @@ def test_an_order_that_goes_on_does_all_work_once_within_the_memory(problem, mor
     assert max(worst_peak(layout, order, costs)) <= costs.memory * (1 + 1e-9)
 
 
-def test_published_orders_go_on_as_they_are_published():
+def test_extended_published_orders_equal_published_orders():
     for layout, make, period in (
         (Layout.even(10, 4), one_f_one_b, 1),
         (Layout.even(10, 4, 2), interleaved, 4),
@@ -61,7 +61,7 @@ def test_published_orders_go_on_as_they_are_published():
 
 
 @pytest.mark.parametrize("memory", [float("inf"), 8.0, 4.0])
-def test_a_period_takes_what_it_says_and_positions_are_busy(memory):
+def test_periodic_order_takes_its_predicted_length_and_stays_busy(memory):
     costs, layout = replace(COSTS, memory=memory), Layout.even(10, 4, 2, folded=True)
     made = continuing(layout, costs)
     ends = [makespan(play(layout, made.of(made.few + many * made.period), costs)) for many in (4, 5)]
@@ -87,7 +87,7 @@ def offloaded(draw: st.DrawFn) -> tuple[int, PipelineCosts]:
 )
 @example((3, replace(COSTS, memory=4.0, host=0.0)), 0)
 @settings(max_examples=4, deadline=None)
-def test_what_is_offloaded_goes_on_within_the_memory(problem, more):
+def test_extended_offloading_order_stays_within_the_memory(problem, more):
     """In every timing, however many micro-batches: what waits because of memory waits for as many works as before."""
     size, costs = problem
     layout, few = Layout.even(len(costs.blocks), size), filling(2)
@@ -104,7 +104,7 @@ def test_what_is_offloaded_goes_on_within_the_memory(problem, more):
             assert max(worst_peak(layout, longer, costs)) <= costs.memory * (1 + 1e-9)
 
 
-def test_an_order_that_offloads_and_goes_on_is_proved_as_a_schedule():
+def test_extended_offloading_order_is_verified_as_a_schedule():
     use = SolvedPipeline(block_times=spell_times(replace(COSTS, memory=8.0, host=10.0)))
     step = step_for(llama(8), Topology.grid(2, 1), searched(2) + 2, use=use)
     made = for_one_thread(build(step))
@@ -112,7 +112,7 @@ def test_an_order_that_offloads_and_goes_on_is_proved_as_a_schedule():
     verify(made, steps=1, one_thread=True)
 
 
-def test_no_more_micro_batches_are_searched_than_fill_a_pipeline(monkeypatch):
+def test_search_uses_no_more_micro_batches_than_fill_a_pipeline(monkeypatch):
     """Whatever a step has: neither an order nor stages are looked for with more, and no more variants are played."""
     seen, variants = set(), []
     forward, listed = passes.Passes.forward, fitting.listed

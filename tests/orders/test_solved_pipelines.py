@@ -87,7 +87,7 @@ def held(layout: Layout, times: dict[Work, tuple[float, float]], costs: Pipeline
 
 @given(problems(), st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
-def test_fixed_ways_keep_within_the_limit_in_every_timing(problem, seed):
+def test_heuristic_orders_stay_within_memory_in_every_timing(problem, seed):
     layout, costs, micro_batches = problem
     for order in heuristics(layout, costs, micro_batches).values():
         check(layout, order, costs, micro_batches, seed)
@@ -97,7 +97,7 @@ def test_fixed_ways_keep_within_the_limit_in_every_timing(problem, seed):
 
 @given(problems(), st.integers(0, 99), st.booleans())
 @settings(max_examples=5, deadline=None)
-def test_solved_orders_keep_within_the_limit_and_are_no_longer(problem, seed, split):
+def test_solved_order_stays_within_memory_and_is_no_longer_than_its_start(problem, seed, split):
     layout, costs, micro_batches = problem
     fixed = [o for o in heuristics(layout, costs, micro_batches).values() if split or not parts(o)]
     if not fixed:
@@ -115,7 +115,7 @@ def parts(order: Order) -> bool:
     return any(work.kind == "W" for works in order.compute for work in works)
 
 
-def test_a_small_step_is_solved_to_the_end():
+def test_solver_finds_the_optimum_of_a_small_step_deterministically():
     """As good as it gets, which no fixed way is; and the same again."""
     layout, costs = Layout.even(5, 3), costs_of(3, 2.0, host=1.0)
     found = solve(layout, costs, 4, seconds=60, deterministic=0.3)
@@ -124,7 +124,7 @@ def test_a_small_step_is_solved_to_the_end():
     assert found.order == solve(layout, costs, 4, seconds=60, deterministic=0.3).order
 
 
-def test_windows_make_a_long_step_shorter():
+def test_solving_by_windows_shortens_a_long_step():
     layout, costs = Layout.even(5, 3), costs_of(3, 2.0, host=1.0)
     start = min(heuristics(layout, costs, 14).values(), key=lambda one: makespan(play(layout, one, costs)))
     found = solve(layout, costs, 14, start, seconds=60, deterministic=0.15)
@@ -132,13 +132,13 @@ def test_windows_make_a_long_step_shorter():
     check(layout, found.order, costs, 14)
 
 
-def test_times_that_are_no_multiples_keep_the_bound_below():
+def test_solver_bound_stays_below_the_makespan_with_rounded_times():
     layout, costs = Layout.even(4, 2), costs_of(2, 2.5, host=0.2371)
     found = solve(layout, replace(costs, hop=0.01003), 3, seconds=60, deterministic=2)
     assert 0.98 * found.makespan < found.bound <= found.makespan
 
 
-def test_a_limit_that_nothing_meets_says_by_how_much():
+def test_unmeetable_memory_limit_is_refused_with_the_missing_amount():
     layout = Layout.even(10, 2, 2, folded=True)
     with pytest.raises(UserError, match=r"memory of a position: got 1.5; at least 2, 0.5 more"):
         heuristics(layout, costs_of(8, 1.5), 4)
@@ -147,14 +147,14 @@ def test_a_limit_that_nothing_meets_says_by_how_much():
     assert set(heuristics(layout, costs_of(8, 4.0, host=math.inf), 4)) == {"1f1b"}
 
 
-def test_a_start_that_exceeds_the_limit_is_refused():
+def test_start_order_above_the_memory_limit_is_refused():
     layout = Layout.even(4, 2)
     eager = heuristics(layout, costs_of(2, math.inf), 4)["1f1b"]
     with pytest.raises(UserError, match="at least 2, what the order given needs"):
         solve(layout, costs_of(2, 1.0), 4, eager, seconds=1)
 
 
-def test_peak_is_the_most_of_all_timings():
+def test_peak_is_the_maximum_over_all_timings():
     """O and F side by side: the second F may start before the first O has ended, unless it waits for it."""
     layout, costs = Layout.even(4, 2), costs_of(2, 1.0)
     compute = one_by_one(layout, 2)
