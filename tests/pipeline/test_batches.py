@@ -47,7 +47,7 @@ def rows(dtype: torch.dtype = torch.int64) -> Batch:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
-def test_whole_numbers_of_any_size_are_taken(pipeline: Pipeline, dtype: torch.dtype) -> None:
+def test_integer_batches_of_any_width_are_accepted(pipeline: Pipeline, dtype: torch.dtype) -> None:
     wide = pipeline.evaluate(rows())
     assert pipeline.evaluate(rows(dtype)).loss == wide.loss
     pipeline.step(rows(dtype))
@@ -65,7 +65,7 @@ def test_whole_numbers_of_any_size_are_taken(pipeline: Pipeline, dtype: torch.dt
         ("input_ids", torch.complex64),
     ],
 )
-def test_other_numbers_are_refused_by_name(name: str, dtype: torch.dtype) -> None:
+def test_batches_of_floats_are_refused_by_name(name: str, dtype: torch.dtype) -> None:
     batch = rows() | {"attention_mask": torch.ones(2, 12, dtype=torch.bool)}
     deal = Deal(micro_batch=1, rank=0, world_size=1)
     deal.local(batch)
@@ -75,7 +75,7 @@ def test_other_numbers_are_refused_by_name(name: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("knobs", [{}, {"skip_limit": 3}, {"schedule": EARLY, "clip_norm": None}])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_in_which_nothing_is_learned_is_left_out_and_said(
+def test_step_without_labels_is_skipped_and_reported_once(
     knobs: dict[str, Any], fused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As if it had not been: no decay, no momentum, and the next step is none the worse."""
@@ -94,7 +94,7 @@ def test_a_step_in_which_nothing_is_learned_is_left_out_and_said(
     assert ["no label to learn" in one.message for one in caplog.records] == [True]  # once
 
 
-def test_rows_may_be_longer_than_the_positions_that_documents_need() -> None:
+def test_rows_may_exceed_the_position_count_if_documents_do_not() -> None:
     pipeline = Pipeline(small(positions=8))
     pipeline.step(rows())
     pipeline.drain()

@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
         (2, 2, 2),
     ],
 )
-def test_the_numbers_of_one_process(pool, nodes, local, ranks):
+def test_documents_in_packs_match_one_process(pool, nodes, local, ranks):
     """Caps below the longest document, which is then shared; layers that keep what memory holds; chunks; offloaded
     inputs; rounds of which some ranks have nothing.
     """
@@ -47,7 +47,7 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
 
 
 @pytest.mark.parametrize("number", [1, pytest.param(2, marks=SLOW)])
-def test_documents_dealt_by_speed_have_the_numbers_of_one_process(pool, number):
+def test_documents_dealt_by_speed_match_one_process(pool, number):
     settings = [
         {"seed": 1, "bin_tokens": 60, "strategy": "tawpipe-spread", "device_speeds": "2x1,2x0.5"},
         {"seed": 2, "bin_tokens": 30, "strategy": "hsdp", "device_speeds": "1,0.5,0.2,1", "sequence_ranks": 2},
@@ -74,24 +74,24 @@ def test_homes_by_memory_change_no_bit(pool, strategy, every):
 
 
 @pytest.mark.slow
-def test_delays_in_every_lane_change_no_bit(pool):
+def test_delays_in_every_lane_change_no_bit_of_packed_documents(pool):
     knobs = {"seed": 1, "bin_tokens": 24, "sequence_ranks": 2, "strategy": "tawpipe-spread", "keep_mib": 1}
     once, again = (pool.run("documents:trained", 2, 2, delays=delays, **knobs)[0] for delays in (0.0, 0.003))
     assert once[:2] == again[:2] and once[3] == again[3]
     assert all(torch.equal(value, again[2][name]) for name, value in once[2].items())
 
 
-def test_documents_without_bins_are_refused():
+def test_dealing_without_bin_tokens_is_refused():
     with piped_pipeline() as pipeline, pytest.raises(UserError, match=r"bin_tokens: got 0; the most tokens"):
         pipeline.deal([3])
 
 
-def test_a_document_longer_than_a_bin_is_refused():
+def test_document_longer_than_a_pack_is_refused():
     with piped_pipeline(bin_tokens=8) as pipeline, pytest.raises(UserError, match=r"one of 9 tokens.*at most 8"):
         pipeline.deal([3, 9])
 
 
-def test_kept_layers_follow_the_tokens_of_a_bin():
+def test_kept_layers_follow_the_tokens_of_a_pack():
     """Of a short bin all layers keep what they compute, of a long one few."""
     with piped_pipeline(bin_tokens=4096, keep_mib=1) as pipeline:
         schedule = pipeline.schedule(1)
@@ -102,7 +102,7 @@ def test_kept_layers_follow_the_tokens_of_a_bin():
 
 
 @pytest.mark.parametrize("mib", [0, 8])
-def test_kept_layers_do_not_run_again(mib):
+def test_kept_layers_are_not_recomputed(mib):
     with closing(piped(llama(), bin_tokens=32, keep_mib=mib)) as pipeline:
         layers, runs, layer = pipeline.spec.num_layers, [], pipeline.chain.layer
         pipeline.chain.layer = lambda block, *given, **named: runs.append(block) or layer(block, *given, **named)
@@ -113,7 +113,7 @@ def test_kept_layers_do_not_run_again(mib):
         assert len(runs) == layers * (1 if mib else 2)
 
 
-def test_documents_of_other_lengths_than_said_are_refused():
+def test_documents_with_other_lengths_than_declared_are_refused():
     with piped_pipeline(bin_tokens=32) as pipeline, pytest.raises(UserError, match="5 tokens in documents 0'; 6, as"):
         pipeline.part_of_documents([6], lambda _: one_document(5))
     for lengths in ([], [3, 0]):
@@ -121,7 +121,7 @@ def test_documents_of_other_lengths_than_said_are_refused():
             pipeline.deal(lengths)
 
 
-def test_a_ready_schedule_is_for_rows():
+def test_ready_schedule_of_rows_refuses_documents():
     with piped_pipeline() as pipeline:
         ready = pipeline.schedule(1)
     made = Pipeline(llama()(), schedule=ready, training=TrainingSettings(bin_tokens=32), dtype=torch.float64)
@@ -129,7 +129,7 @@ def test_a_ready_schedule_is_for_rows():
         pipeline.part_of_documents([6], lambda _: one_document(6))
 
 
-def test_a_model_that_cannot_be_tried_without_weights_keeps_nothing():
+def test_model_whose_kept_bytes_are_unknown_keeps_no_layers():
     """Experts: what a layer keeps cannot be counted before the first step, and the run goes on all the same."""
     model = model_families.real_model(model_families.family_config("qwen3_moe"))
     with closing(piped(model, bin_tokens=32, keep_mib=8)) as pipeline:

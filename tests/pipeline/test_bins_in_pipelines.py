@@ -37,18 +37,18 @@ def check(pool, nodes, local, cases):
 
 
 @pytest.mark.parametrize("some", [slice(3), pytest.param(slice(3, None), marks=SLOW)], ids=["quick", "others"])
-def test_two_stages_have_the_numbers_of_one_process(pool, some):
+def test_two_pipeline_stages_of_packs_match_one_process(pool, some):
     check(pool, 2, 1, CASES[some])
 
 
 @pytest.mark.slow
-def test_pipelines_side_by_side_have_them_too(pool):
+def test_parallel_pipelines_of_packs_match_one_process(pool):
     """With more stages slices are tested, which have whole bins beside them."""
     names = ("1f1b", "generated", "zero-bubble")
     check(pool, 2, 2, [("tied", {"strategy": name, "stages": "nodes", "bin_tokens": 44}) for name in names])
 
 
-def test_delays_in_every_lane_change_no_bit_and_what_is_kept_neither(pool):
+def test_delays_and_kept_graphs_change_no_bit_of_pipelined_packs(pool):
     knobs = {"strategy": "1f1b", "dropout": 0.3}
     first, again = (
         pool.run("piped_documents:trained", 2, 1, **knobs, **more)[0]
@@ -58,21 +58,21 @@ def test_delays_in_every_lane_change_no_bit_and_what_is_kept_neither(pool):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_where_weights_travel_and_back(pool, tmp_path):
+def test_pipelined_run_resumes_under_other_strategies_and_topologies(pool, tmp_path):
     losses = pool.run("piped_documents:goes_on", 2, 1, folder=str(tmp_path), strategy="1f1b")[0]
     for nodes, local, knobs in ((1, 2, {"strategy": "tawpipe-spread"}), (3, 1, {"strategy": "generated"})):
         again = pool.run("piped_documents:goes_on", nodes, local, folder=str(tmp_path), **knobs)[0]
         assert again == pytest.approx(losses, rel=1e-10)
 
 
-def test_a_pipeline_of_one_and_sets_in_a_stage_are_refused():
+def test_pipeline_on_one_device_is_refused():
     with pytest.raises(UserError, match="a pipeline needs several devices"):
         piped(llama(), strategy="1f1b", bin_tokens=32)
     with closing(piped(llama(), bin_tokens=32)) as pipeline:
         assert pipeline.deal([3, 4]).stretch == 0
 
 
-def test_of_the_schedules_of_cut_documents_the_latest_are_kept():
+def test_only_latest_schedules_of_sliced_documents_are_cached():
     world = World(Topology.grid(2, 1), 0, torch.device("cpu"), None)
     schedules = Schedules(ScheduleSettings(strategy="1f1b"), sizes(2), world)
     whole = schedules.of(BinsForm(0, 4), training=True)
@@ -88,7 +88,7 @@ SLICED = {"bin_tokens": 11}
 
 @pytest.mark.parametrize("first", [1, pytest.param(0, marks=SLOW), pytest.param(2, marks=SLOW)])
 @pytest.mark.slow
-def test_slices_have_the_numbers_of_one_process(pool, first):
+def test_document_slices_in_pipelines_match_one_process(pool, first):
     """Quick are other cases than those of whole bins."""
     cases = [
         ("plain", {"strategy": "1f1b"}),
@@ -105,7 +105,7 @@ def test_slices_have_the_numbers_of_one_process(pool, first):
 
 @SLOW
 @pytest.mark.parametrize("stages", ["nodes", "world"])
-def test_slices_in_more_stages_and_pipelines_side_by_side(pool, stages):
+def test_document_slices_in_parallel_pipelines_match_one_process(pool, stages):
     names = ("1f1b", "generated")
     check(pool, 2, 2, [("tied", {"strategy": name, "stages": stages} | SLICED) for name in names])
 
@@ -119,7 +119,7 @@ OTHERS = [
 
 @SLOW
 @pytest.mark.parametrize("name", ["tied", "qwen3_next", "lora"])
-def test_a_run_with_slices_goes_on_on_other_processes_under_other_strategies_and_back(pool, tmp_path, name):
+def test_run_with_slices_resumes_under_other_strategies_and_back(pool, tmp_path, name):
     """With momentum, which comes from the step before."""
     first, *others = ("zero-bubble" if name == "tied" else "1f1b"), *(OTHERS[1:] if name == "tied" else OTHERS[:1])
     slices, whole = str(tmp_path / "slices"), str(tmp_path / "whole")
@@ -132,29 +132,29 @@ def test_a_run_with_slices_goes_on_on_other_processes_under_other_strategies_and
 
 @SLOW
 @pytest.mark.parametrize("tokens", [SLICED["bin_tokens"], 44])
-def test_pipelines_of_two_speeds_side_by_side_have_the_numbers_of_one_process(pool, tokens):
+def test_parallel_pipelines_of_two_speeds_match_one_process(pool, tokens):
     knobs = {"strategy": "1f1b", "stages": "nodes", "device_speeds": "1,0.5,1,0.5"}
     check(pool, 2, 2, [("plain", {**knobs, "bin_tokens": tokens})])
 
 
 @pytest.mark.slow
-def test_slices_cut_documents_anywhere(pool):
+def test_documents_sliced_at_any_place_match_one_process(pool):
     check(pool, 2, 1, [("plain", {"strategy": "1f1b", "bin_tokens": tokens}) for tokens in (5, 13, 39)])
 
 
 @pytest.mark.slow
-def test_slices_with_delays_change_no_bit_and_draw_what_they_drew(pool):
+def test_delays_change_no_bit_of_sliced_documents_with_dropout(pool):
     knobs = {"strategy": "zero-bubble", "dropout": 0.3, **SLICED}
     first, again = (pool.run("piped_documents:trained", 2, 1, delays=delays, **knobs)[0] for delays in (0.0, 0.003))
     assert again[0] == first[0] and all(torch.equal(again[1][name], value) for name, value in first[1].items())
 
 
-def test_a_document_that_takes_long_is_cut_though_a_bin_holds_it_where_the_model_was_seen_to_allow_it(pool):
+def test_long_document_is_sliced_only_if_the_model_allows_slices(pool):
     """As one whose layers call attention twice does not."""
     assert pool.run("piped_documents:cut", 2, 1)[0] == [True, False, False]
 
 
-def test_states_that_are_handed_on_are_of_one_document_and_layer() -> None:
+def test_handed_on_states_are_not_shared_between_documents() -> None:
     one, other = HandedOn(KeyStore(1, 8)), HandedOn(KeyStore(1, 8))
     one.arrived[1] = {}
     assert not other.arrived and not other.behind and one != other

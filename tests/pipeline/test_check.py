@@ -49,27 +49,27 @@ class WithPenalty(LlamaForCausalLM):
     ("family", "on_meta"),
     [(family, number % 2 == 1) for number, family in enumerate(("llama", "gpt2", "gemma2", "deepseek_v3", "gpt_oss"))],
 )
-def test_models_that_are_right_pass(family, on_meta):
+def test_correct_models_pass_the_check(family, on_meta):
     config = family_config(family)
     pipeline = Pipeline(meta_model(config) if on_meta else real_model(config), checks=CheckSettings(check="always"))
     assert "layers checked" in pipeline.checked
     pipeline.close()
 
 
-def test_a_model_that_is_not_what_its_blocks_are_is_refused_with_the_place():
+def test_model_that_differs_from_its_blocks_is_refused_with_the_layer():
     with pytest.raises(UserError, match=r"layer \d of LlamaForCausalLM|gradient"):
         Pipeline(with_past())
     Pipeline(with_past(), checks=CheckSettings(check="never")).close()
 
 
-def test_a_loss_of_the_models_own_is_noticed():
+def test_loss_of_a_custom_model_class_is_refused():
     model = real_model(family_config("llama"))
     model.__class__ = WithPenalty
     with pytest.raises(UserError, match="head and its loss"):
         Pipeline(model)
 
 
-def test_auto_leaves_alone_what_the_tests_compare(monkeypatch):
+def test_check_auto_skips_unmodified_tested_models(monkeypatch):
     monkeypatch.setattr(check, "TESTED_TRANSFORMERS", transformers.__version__.rpartition(".")[0])
     model = real_model(family_config("llama"))
     assert check.is_tested(model, None)
@@ -83,14 +83,14 @@ def test_auto_leaves_alone_what_the_tests_compare(monkeypatch):
     pipeline.close()
 
 
-def test_another_transformers_means_another_check(monkeypatch):
+def test_check_auto_checks_under_an_untested_transformers_version(monkeypatch):
     monkeypatch.setattr(check, "TESTED_TRANSFORMERS", "4.0")
     pipeline = Pipeline(real_model(family_config("llama")))
     assert "layers checked" in pipeline.checked
     pipeline.close()
 
 
-def test_a_large_vocabulary_is_cut_for_the_check(monkeypatch):
+def test_check_with_a_cut_vocabulary_leaves_the_model_unchanged(monkeypatch):
     """Neither the model that is trained nor its result notices."""
     monkeypatch.setattr(cut, "SMALL_VOCABULARY", 16)
     monkeypatch.setattr(cut, "LARGE_TABLE", 1000)
@@ -102,7 +102,7 @@ def test_a_large_vocabulary_is_cut_for_the_check(monkeypatch):
     assert losses[0] == losses[1]
 
 
-def test_adapters_are_checked_although_they_begin_with_zeros():
+def test_zero_initialized_adapters_are_checked():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
         real_model(family_config("llama")), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
@@ -119,14 +119,14 @@ def test_adapters_are_checked_although_they_begin_with_zeros():
         ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
     ],
 )
-def test_adapters_that_would_not_learn_are_refused(given, said):
+def test_adapters_without_a_gradient_are_refused(given, said):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **given)
     with pytest.raises(UserError, match=said):
         Pipeline(peft.get_peft_model(real_model(family_config("llama")), config))
 
 
-def test_trained_tokens_have_a_gradient_wherever_they_are_in_the_vocabulary():
+def test_trained_tokens_anywhere_in_the_vocabulary_pass_the_check():
     peft = pytest.importorskip("peft")
     for token in (3, 17):
         config = peft.TrainableTokensConfig(token_indices=[token], task_type="CAUSAL_LM")
@@ -135,7 +135,7 @@ def test_trained_tokens_have_a_gradient_wherever_they_are_in_the_vocabulary():
         pipeline.close()
 
 
-def test_a_model_that_does_not_run_alone_is_said_not_to_be_checked():
+def test_model_whose_own_forward_fails_is_reported_as_not_checked():
     model = real_model(family_config("llama"))
     model.loss_function = len  # its own forward pass with labels ends with an error
     pipeline = Pipeline(model, checks=CheckSettings(check="always"))
@@ -150,13 +150,13 @@ def test_a_method_replaced_on_the_object_is_refused():
         Pipeline(model)
 
 
-def test_an_unknown_choice_is_refused():
+def test_unknown_check_setting_is_refused():
     with pytest.raises(UserError, match="auto, always, never"):
         Pipeline(real_model(family_config("llama")), checks=CheckSettings(check="sometimes"))
 
 
 @pytest.mark.parametrize("nodes", [2])
-def test_all_processes_end_alike(pool, nodes):
+def test_check_fails_with_one_message_on_all_processes(pool, nodes):
     messages = pool.run("test_check:refused_everywhere", nodes, 1)
     assert len(set(messages)) == 1
     assert messages[0].startswith("model: got 'layer 1 of LlamaForCausalLM'")

@@ -33,7 +33,7 @@ def check(pool, nodes, local, settings):
             assert difference < LIMIT[chosen["dtype"]], chosen
 
 
-def test_same_numbers_as_one_process(pool):
+def test_strategies_match_one_process(pool):
     covering = [
         ("tawpipe-spread", 3, 1, True, "float64"),
         ("tawpipe-spread", 1, 2, False, "float32"),
@@ -60,7 +60,7 @@ SCOPES = [
     [(2, 2, SCOPES[:3]), pytest.param(3, 2, SCOPES[3:], marks=pytest.mark.slow)],
     ids=["2-2", "3-2"],
 )
-def test_scopes_keep_the_numbers(pool, nodes, local, scopes):
+def test_gradient_scopes_and_step_cache_match_one_process(pool, nodes, local, scopes):
     settings = [
         setting(nodes, local, strategy, nodes, 1, True, "float64")
         | {"gradients_scope": gradients, "step_cache": cached, "steps": 3}
@@ -70,7 +70,7 @@ def test_scopes_keep_the_numbers(pool, nodes, local, scopes):
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_rows_in_chunks_keep_the_numbers(pool, first):
+def test_sequence_chunks_match_one_process(pool, first):
     settings = [
         setting(2, 2, strategy, rounds, per_visit, tied, "float64") | {"sequence_chunk": size} | more
         for strategy, rounds, per_visit, tied, size, more in [
@@ -90,7 +90,7 @@ def test_rows_in_chunks_keep_the_numbers(pool, first):
         pytest.param(4, 1, ("2/2/4", "1/2/2", "1/1/2", "2/4/4"), marks=pytest.mark.slow),
     ],
 )
-def test_groups_keep_the_numbers(pool, nodes, local, every):
+def test_groups_strategy_matches_one_process(pool, nodes, local, every):
     """Weights kept, gradients summed and state cut over part of a node, a node, several nodes; copies of all sizes."""
     settings = [
         setting(nodes, local, "tawpipe-groups", rounds, 1, rounds == 2, "float64") | {"groups": groups}
@@ -102,7 +102,7 @@ def test_groups_keep_the_numbers(pool, nodes, local, every):
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_dealing_by_speed_keeps_the_numbers(pool, first):
+def test_dealing_by_speed_matches_one_process(pool, first):
     """Ranks with more and with fewer rows than others, in every round, or in their stages; some with none."""
     settings = [
         setting(2, 2, strategy, rounds, per_visit, rounds == 2, "float64") | {"device_speeds": speeds} | more
@@ -119,7 +119,7 @@ def test_dealing_by_speed_keeps_the_numbers(pool, first):
 
 
 @pytest.mark.slow
-def test_homes_anywhere_keep_the_numbers(pool):
+def test_homes_on_any_node_match_one_process(pool):
     """Of an embedding, layers, a norm and a head: neighbours on one node, and a node, and processes, with nothing."""
     settings = [
         setting(3, 2, strategy, rounds, 1, False, "float64") | {"homes": homes}
@@ -132,7 +132,7 @@ def test_homes_anywhere_keep_the_numbers(pool):
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)], ids=lambda n: str(n))
-def test_a_ring_keeps_the_numbers(pool, nodes, local):
+def test_weipipe_ring_matches_one_process(pool, nodes, local):
     """WeiPipe needs a layer for every process."""
     check(
         pool, nodes, local, [setting(nodes, local, "weipipe", *row, "float64") for row in [(1, 2, True), (3, 1, False)]]
@@ -140,7 +140,7 @@ def test_a_ring_keeps_the_numbers(pool, nodes, local):
 
 
 @pytest.mark.parametrize("first", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_what_is_kept_instead_of_recomputed_keeps_the_numbers(pool, first):
+def test_recompute_and_offloading_settings_match_one_process(pool, first):
     settings = [
         setting(2, 2, strategy, rounds, 2, True, "float64") | {"recompute": recompute, "offloaded_layers": offloaded}
         for strategy, rounds, recompute, offloaded in [
@@ -153,7 +153,7 @@ def test_what_is_kept_instead_of_recomputed_keeps_the_numbers(pool, first):
     check(pool, 2, 2, settings[first::2])
 
 
-def test_what_is_kept_instead_of_recomputed_changes_no_bit(pool):
+def test_kept_graphs_change_no_bit(pool):
     """With dropout, too: what is not computed again has drawn the same random numbers."""
     knobs = {"dropout": 0.3, "rows": 5, "strategy": "tawpipe-spread"}
     plain, (losses, weights) = (
@@ -192,12 +192,12 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (1, 2, 3))])
-def test_pipelines_keep_the_numbers(pool, first):
+def test_activation_pipelines_match_one_process(pool, first):
     """Side by side with uneven shares or none, uneven stages, tied ends, kept graphs, evaluations in between."""
     check(pool, 2, 2, [{"dtype": "float64", "tied": True} | case for case in PIPELINES[first::4]])
 
 
-def test_kept_graphs_that_wait_change_no_bit_where_weights_travel(pool):
+def test_offloaded_kept_graphs_change_no_bit_where_weights_travel(pool):
     knobs = {
         "strategy": "tawpipe-spread",
         "rows": 4,
@@ -212,7 +212,7 @@ def test_kept_graphs_that_wait_change_no_bit_where_weights_travel(pool):
     assert all(torch.equal(weights[name], value) for name, value in plain[1].items())
 
 
-def test_what_waits_in_the_host_s_memory_changes_no_bit(pool):
+def test_host_memory_in_a_solved_order_changes_no_bit(pool):
     """Kept graphs, attention's results and inputs, in one order without them, and with them and delays."""
     knobs = {"strategy": "solved", "stages": "nodes", "rows": 3, "block_times": f"{_LAYERS};host=1"}
     order = Order.parse(WITH_HOST)
@@ -227,7 +227,7 @@ def test_what_waits_in_the_host_s_memory_changes_no_bit(pool):
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow)], ids=lambda n: str(n))
-def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
+def test_early_updates_match_one_process(pool, nodes, local):
     settings = [
         setting(nodes, local, strategy, rounds, 1, tied, "float64")
         | {"clip_norm": None, "early_updates": True, "gradients_scope": scope}
@@ -243,7 +243,7 @@ def test_updates_that_do_not_wait_keep_the_numbers(pool, nodes, local):
 
 
 @pytest.mark.slow
-def test_compiled_layers_keep_the_numbers(pool):
+def test_compiled_layers_match_one_process(pool):
     """Of one process first, in whose cache two then find what both would compile."""
     for nodes in (1, 2):
         chosen = setting(nodes, 1, "tawpipe-spread", 2, 2, True, "float64")
@@ -260,7 +260,7 @@ def test_compiled_layers_keep_the_numbers(pool):
     ],
     ids=lambda value: str(value),
 )
-def test_the_grid(pool, nodes, local, strategy):
+def test_grid_of_strategies_and_topologies_matches_one_process(pool, nodes, local, strategy):
     """In fp64, which shows what fp32 hides: at one topology every strategy with every choice, and every pair of choices
     with some strategy; at the others one of them. In fp32 at that one those that are not tested in it elsewhere.
     """
@@ -273,7 +273,7 @@ def test_the_grid(pool, nodes, local, strategy):
     check(pool, nodes, local, settings)
 
 
-def test_evaluation_between_steps_changes_nothing(pool):
+def test_evaluation_between_steps_changes_no_result(pool):
     waiting = setting(2, 2, "tawpipe-spread", 2, 1, True, "float64") | {"evaluate_first": True}
     waiting |= {"offloaded_layers": 4, "micro_batches_per_visit": 2}
     others = [
@@ -327,7 +327,7 @@ def test_delays_in_every_lane_change_no_bit(pool, knobs):
 
 
 @pytest.mark.slow
-def test_dropout_does_not_depend_on_the_topology(pool):
+def test_dropout_is_independent_of_the_topology(pool):
     results = [
         pool.run("cases:weights_after", nodes, local, dropout=0.3, rows=5, strategy=strategy)[0]
         for nodes, local, strategy in [
@@ -342,7 +342,7 @@ def test_dropout_does_not_depend_on_the_topology(pool):
             assert torch.dist(value, results[0][1][name]) <= 1e-10 * results[0][1][name].norm()
 
 
-def test_ranks_without_rows_take_part(pool):
+def test_ranks_without_rows_take_part_and_match_one_process(pool):
     assert max(pool.run("cases:rank_without_rows", 2, 2)) < LIMIT["float64"]
 
 
@@ -352,12 +352,12 @@ def test_every_row_is_computed_once(pool, nodes, local):
     assert [row for own in shares for row in own] == list(range(7))
 
 
-def test_batches_that_differ_between_ranks_are_said_in_their_step(pool):
+def test_batches_that_differ_between_ranks_are_reported_in_their_step(pool):
     told = {words for rank in pool.run("cases:batches_that_differ", 1, 2) for words in rank}
     assert len(told) == 1 and "different ones on different ranks" in told.pop()
 
 
-def test_what_is_not_alike_is_named():
+def test_differing_copies_of_a_unit_are_named():
     pipeline = stepped()
     pipeline.check_copies()
     unit = next(iter(pipeline.storage.master))

@@ -33,13 +33,13 @@ ROWS = ((24,), (11, 13), (1, 17, 6), (6, 7, 11), (23, 1))
 """Documents of the rows: the last of four ranks have one row, the first two."""
 
 
-def test_hybrids_have_the_numbers_of_the_plain_model_on_four_processes(pool):
+def test_hybrid_models_match_the_plain_model_on_four_processes(pool):
     for differences in pool.run("test_hybrids:compared", 2, 2, cases=QUICK):
         assert differences == [[]] * len(QUICK)
 
 
 @pytest.mark.slow
-def test_hybrids_in_chunks_and_under_pipelines_have_them_too(pool):
+def test_hybrid_models_in_chunks_and_pipelines_match_the_plain_model(pool):
     for differences in pool.run("test_hybrids:compared", 2, 2, cases=CASES[len(QUICK) :], timeout_s=600):
         assert differences == [[]] * (len(CASES) - len(QUICK))
 

@@ -41,7 +41,7 @@ def plain(model: Any, seeds: tuple[int, ...]) -> dict[int, tuple[float, int]]:
 
 
 @pytest.mark.parametrize(("chunk", "micro_batch"), [pytest.param(6, 1, marks=pytest.mark.slow), (1000, 2)])
-def test_every_token_counts_in_the_bucket_of_what_stands_before_it(chunk, micro_batch):
+def test_evaluation_loss_by_position_equals_the_plain_model(chunk, micro_batch):
     model = llama()()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     batch, documents = packed([0], LENGTHS)
@@ -64,7 +64,7 @@ def test_every_token_counts_in_the_bucket_of_what_stands_before_it(chunk, micro_
     assert whole == pytest.approx(sum(loss * tokens for loss, tokens in said), rel=1e-9)
 
 
-def test_processes_sum_what_one_would(pool):
+def test_evaluation_by_position_sums_over_processes(pool):
     alone = by_position(ALONE, chunk=6, micro_batch=1)
     results = pool.run("positions:by_position", 2, 1, chunk=6, micro_batch=1)
     assert results[0][0][0] == results[1][0][0]
@@ -73,7 +73,7 @@ def test_processes_sum_what_one_would(pool):
     assert curve == pytest.approx(alone[0][0], rel=1e-6)  # norms in other processes are in fp32
 
 
-def test_a_loss_of_the_users_own_is_cut_alike():
+def test_custom_loss_is_measured_by_position():
     """It is called for the labels of one bucket at a time, and knows nothing of positions."""
 
     def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def test_a_loss_of_the_users_own_is_cut_alike():
 @pytest.mark.parametrize(
     ("chunk", "sequence_chunk", "micro_batch"), [(6, 0, 1), (1000, 7, 2), (4, 5, 5)], ids=["short", "cut", "together"]
 )
-def test_answers_are_those_of_the_plain_model(chunk, sequence_chunk, micro_batch):
+def test_evaluation_answers_equal_the_plain_model(chunk, sequence_chunk, micro_batch):
     knobs = {"loss_chunk_tokens": chunk, "sequence_chunk": sequence_chunk, "micro_batch": micro_batch}
     found, loss, tokens = answers(ALONE, **knobs)
     model = llama()()
@@ -116,7 +116,7 @@ def test_answers_are_those_of_the_plain_model(chunk, sequence_chunk, micro_batch
 
 
 @pytest.mark.parametrize("knobs", [{"strategy": "hsdp"}, {"sequence_chunk": 5, "micro_batch": 2}], ids=["whole", "cut"])
-def test_answers_have_the_same_bits_on_any_processes(pool, knobs):
+def test_evaluation_answers_are_bitwise_equal_on_any_processes(pool, knobs):
     """Of four processes some have more of the rows than others, and cut in micro-batches of two, one has none."""
     results = [pool.run("positions:answers", *shape, loss_chunk_tokens=6, **knobs) for shape in ((1, 1), (2, 2))]
     (alone,), several = results

@@ -61,7 +61,7 @@ def pipeline() -> Iterator[Pipeline]:
         ("check", "never", "checks=tawpipe.CheckSettings(check='never')"),
     ],
 )
-def test_an_argument_of_before_is_refused_by_its_new_place(name: str, value: Any, place: str) -> None:
+def test_former_argument_is_refused_with_its_new_place(name: str, value: Any, place: str) -> None:
     with pytest.raises(UserError) as refused:
         Pipeline(llama(torch.float32), **{name: value})
     assert str(refused.value) == f"{name}: got {value!r}; Pipeline({place})"
@@ -73,7 +73,7 @@ def test_an_unknown_argument_is_a_type_error() -> None:
         Pipeline(llama(torch.float32), clipnorm=1.0)
 
 
-def test_a_result_is_judged_when_two_are_under_way() -> None:
+def test_third_step_in_flight_checks_the_first_result() -> None:
     judged = steps()
     judged._recent.append(result(alike=False))
     judged.make_room()  # one may be ahead
@@ -84,7 +84,7 @@ def test_a_result_is_judged_when_two_are_under_way() -> None:
     judged.drain()  # the caller knows
 
 
-def test_the_end_of_the_process_judges_what_the_caller_has_not_been_told() -> None:
+def test_process_end_raises_errors_that_the_caller_has_not_seen() -> None:
     judged = steps()
     judged._recent.append(result(alike=False, told=True))
     judged.end()
@@ -93,7 +93,7 @@ def test_the_end_of_the_process_judges_what_the_caller_has_not_been_told() -> No
         judged.end()
 
 
-def test_steps_that_are_not_finite_are_counted_until_there_are_too_many() -> None:
+def test_nonfinite_steps_are_counted_and_refused_beyond_the_limit() -> None:
     judged, bad = steps(skip_limit=2), result(finite=False, loss=float("nan"))
     for taken in (bad, bad, result(), bad, bad):
         judged.judge(taken)
@@ -106,7 +106,7 @@ def test_steps_that_are_not_finite_are_counted_until_there_are_too_many() -> Non
     assert judged.skipped == 0
 
 
-def test_limits_reach_the_transport_and_the_watchdog_which_ends_nothing_unless_asked() -> None:
+def test_step_limits_reach_transport_and_watchdog() -> None:
     told: list[timedelta] = []
     limits = steps(told=told)
     watchdog = limits._wiring.executor.watchdog
@@ -118,14 +118,14 @@ def test_limits_reach_the_transport_and_the_watchdog_which_ends_nothing_unless_a
     assert watchdog.limit_s == 100 * FACTOR and watchdog.ends
 
 
-def test_rows_of_a_batch_have_a_shape_and_a_busiest_rank() -> None:
+def test_deal_reports_shape_tokens_and_busiest_rank_of_rows() -> None:
     deal = Deal(2, 1, 4)
     local = LocalBatch(11, 16, [])
     assert deal.form(local) == 6 and deal.tokens(local) == 32
     assert deal.busiest(local) == ([16] * 4, 1)  # two of the six micro-batches
 
 
-def test_documents_are_dealt_only_where_bins_have_a_size(pipeline: Pipeline) -> None:
+def test_pipeline_deals_documents_only_with_bin_tokens(pipeline: Pipeline) -> None:
     with pytest.raises(UserError, match="bin_tokens: got 0"):
         pipeline.deal([3])
 
@@ -136,14 +136,14 @@ def test_costs_grow_with_tokens_and_need_no_link_on_one_process(pipeline: Pipeli
     assert 0 < less.activation_bytes < more.activation_bytes and not any(less.link_sent_bytes)
 
 
-def test_a_schedule_has_its_buffers_once(pipeline: Pipeline) -> None:
+def test_schedule_allocates_its_buffers_once(pipeline: Pipeline) -> None:
     adopted = []
     adopt = pipeline.executor.adopt
     pipeline.executor.adopt = lambda schedule: adopted.append(schedule) or adopt(schedule)  # type: ignore[method-assign]
     assert pipeline.schedule(3) is pipeline.schedule(3) and len(adopted) == 1
 
 
-def test_a_state_counts_steps_and_is_whole_again_after_a_load(pipeline: Pipeline, tmp_path) -> None:
+def test_load_restores_the_step_number_after_a_broken_load(pipeline: Pipeline, tmp_path) -> None:
     state = pipeline._state
     assert isinstance(state, State)
     pipeline.step(BATCHES[0])
@@ -157,7 +157,7 @@ def test_a_state_counts_steps_and_is_whole_again_after_a_load(pipeline: Pipeline
     assert pipeline.step_number == 1
 
 
-def test_first_values_are_the_models_or_drawn_where_it_has_none() -> None:
+def test_initial_values_are_those_of_the_model_or_random() -> None:
     assert isinstance(first_values(Chain(llama(torch.float32)), None, 0), ModuleSource)
     with torch.device("meta"):
         assert isinstance(first_values(Chain(llama(torch.float32)), None, 0), InitSource)
@@ -165,7 +165,7 @@ def test_first_values_are_the_models_or_drawn_where_it_has_none() -> None:
     assert first_values(Chain(llama(torch.float32)), lambda chain: source, 0) is source
 
 
-def test_bytes_of_elements_follow_the_type_and_what_gradients_are_summed_in() -> None:
+def test_element_widths_follow_dtype_and_reduce_dtype() -> None:
     chain = Chain(llama(torch.float32))
     wide = widths_of(chain, torch.bfloat16, DEFAULT, 2)
     assert (wide.weight, wide.gradient, wide.master, wide.unpacked) == (2, 4, 4, 0)

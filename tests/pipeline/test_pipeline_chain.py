@@ -17,7 +17,7 @@ def twice(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return 2 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def test_it_has_the_loss_of_its_chain() -> None:
+def test_pipeline_of_a_chain_uses_the_loss_of_the_chain() -> None:
     chain = Chain(llama(torch.float32), loss=twice)
     with pytest.raises(UserError, match=r"loss: got .*unset beside a Chain"):
         Pipeline(chain, loss=twice)
@@ -28,7 +28,7 @@ def test_it_has_the_loss_of_its_chain() -> None:
         Pipeline(chain)  # which is empty now
 
 
-def test_rows_of_a_chain_made_on_meta_can_be_cut() -> None:
+def test_chain_made_under_a_meta_device_supports_cut_rows() -> None:
     """Masks are looked at on a device that has numbers."""
     with torch.device("meta"):
         assert Chain(llama(torch.float32)).in_turn == ""

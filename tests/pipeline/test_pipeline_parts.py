@@ -39,7 +39,7 @@ def world(nodes: int, local: int, rank: int = 0) -> World:
 # schedules
 
 
-def test_a_schedule_is_made_once_for_every_number_of_micro_batches() -> None:
+def test_schedule_is_built_once_per_number_of_micro_batches() -> None:
     made = Schedules(ScheduleSettings(micro_batches_per_visit=1), llama(3), world(2, 2))
     four = made.of(4, training=True)
     assert made.of(4, training=True) is four and len(four.micro_batches) == 4
@@ -50,7 +50,7 @@ def test_a_schedule_is_made_once_for_every_number_of_micro_batches() -> None:
     assert made.of(BinsForm(1, 2), training=True).step.shared == 4  # a round of bins of four sets of one
 
 
-def test_another_order_holds_for_its_number_of_micro_batches_alone() -> None:
+def test_reordered_schedule_holds_only_for_its_number_of_micro_batches() -> None:
     made = Schedules("1f1b", llama(4), world(2, 1))
     before, other = made.of(4, training=True), made.of(2, training=True)
     strategy: Any = before.step.strategy
@@ -59,7 +59,7 @@ def test_another_order_holds_for_its_number_of_micro_batches_alone() -> None:
     assert made.of(4, training=True) is not before and made.of(2, training=True) is other
 
 
-def test_what_is_no_schedule_for_this_is_refused() -> None:
+def test_unsuitable_ready_schedules_are_refused() -> None:
     settings = ScheduleSettings(micro_batches_per_visit=1)
     ready = Schedules(settings, llama(3), world(2, 2)).of(4, training=True)
     given = Schedules(ready, llama(3), world(2, 2))
@@ -92,7 +92,7 @@ def parameters(gather: Any = lambda text: [text], dtype: torch.dtype = torch.flo
     return Parameters(storage, seen), storage
 
 
-def test_a_parameter_comes_whole_as_a_copy_and_anew_when_weights_have_changed() -> None:
+def test_collected_parameter_is_a_copy_read_anew_after_updates() -> None:
     found, storage = parameters()
     assert set(found.names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     first = found.collect("0.weight", 1)
@@ -106,7 +106,7 @@ def test_a_parameter_comes_whole_as_a_copy_and_anew_when_weights_have_changed() 
     assert (found.collect("0.bias", 2, gradient=True) == 5).all()  # type: ignore[union-attr]
 
 
-def test_what_cannot_be_collected_is_refused() -> None:
+def test_uncollectable_parameter_or_gradient_is_refused() -> None:
     found, _ = parameters()
     found.check("0.bias", gradient=True)
     for name, gradient, words in (("2.bias", False, "parameter: got '2.bias'"), ("1.bias", True, "this one is frozen")):
@@ -114,7 +114,7 @@ def test_what_cannot_be_collected_is_refused() -> None:
             found.check(name, gradient=gradient)
 
 
-def test_copies_that_differ_or_are_behind_are_named() -> None:
+def test_differing_or_stale_copies_of_a_unit_are_named() -> None:
     found, _ = parameters(lambda text: [text, text])
     found.check_copies()
     found, _ = parameters(lambda text: [text, text.replace("\n1 ", "\n1 x")])
@@ -130,7 +130,7 @@ def test_copies_that_differ_or_are_behind_are_named() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_every_document_is_a_part_of_the_rows_of_its_bin(ranks: int) -> None:
+def test_every_document_is_part_of_the_row_of_its_pack(ranks: int) -> None:
     lengths = [17, 3, 9, 20 * ranks, 1, 8]
     work = LayerTime((LayerKind(2, 20.0, 8.0),))
     bins = deal(lengths, world_size=4, cap=20, work=work, ranks=ranks)
@@ -169,7 +169,7 @@ def test_every_document_is_a_part_of_the_rows_of_its_bin(ranks: int) -> None:
         ({"weights_compression": "int8"}, {"quantize": "nf4"}, "schedule.weights_compression"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused_and_each_alone_is_not(settings, arguments, setting) -> None:
+def test_only_contradicting_settings_are_refused(settings, arguments, setting) -> None:
     usual: dict[str, Any] = {"clip_norm": None, "compile_layers": False, "quantize": "none"}
     refuse_settings(ScheduleSettings(**settings), **usual)
     refuse_settings(ScheduleSettings(), **usual | arguments)
@@ -178,7 +178,7 @@ def test_settings_that_contradict_each_other_are_refused_and_each_alone_is_not(s
     assert refused.value.setting == setting
 
 
-def test_rows_that_a_model_needs_whole_are_not_cut() -> None:
+def test_rows_that_a_model_needs_whole_refuse_cutting() -> None:
     chain: Any = SimpleNamespace(why_not_chunks="it counts", why_not_sets="it counts", mixing=(), name="Odd")
     refuse_cut_rows(chain, ScheduleSettings(sequence_ranks=1))
     even: Any = SimpleNamespace(why_not_chunks="", why_not_sets="", mixing=(), name="Even")
@@ -189,7 +189,7 @@ def test_rows_that_a_model_needs_whole_are_not_cut() -> None:
         assert getattr(settings, refused.value.setting.removeprefix("schedule.")) == refused.value.value
 
 
-def test_a_strategy_under_which_a_model_or_an_optimizer_cannot_run_is_refused() -> None:
+def test_strategy_that_a_model_or_optimizer_cannot_run_is_refused() -> None:
     chain: Any = SimpleNamespace(why_not_staged="layers share a tensor", name="Odd", units=[])
     made = Schedules("zero-bubble", llama(4), world(2, 1)).smallest
     usual: dict[str, Any] = {"optimizer": adamw(), "compile_layers": False}

@@ -31,7 +31,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("knobs", SETTINGS, ids=lambda knobs: knobs["strategy"])
-def test_same_numbers_as_one_process(pool, knobs):
+def test_quantized_base_with_adapters_matches_one_process(pool, knobs):
     nodes, local = (4, 1) if knobs["strategy"] == "weipipe" else (2, 2)
     worst, changed, _ = pool.run("cases:lora", nodes, local, **{"quantize": "nf4", **knobs})[0]
     assert worst < (1e-5 if "dtype" in knobs else 1e-10)
@@ -39,7 +39,7 @@ def test_same_numbers_as_one_process(pool, knobs):
 
 
 @pytest.mark.slow
-def test_delays_in_every_lane_change_no_bit(pool):
+def test_delays_in_every_lane_change_no_bit_of_a_quantized_base(pool):
     knobs = {"strategy": "tawpipe-striped", "recompute": "none:2,full", "micro_batches_per_visit": 2}
     plain, delayed = (pool.run("cases:lora", 2, 2, quantize="nf4", delays=wait, **knobs)[0] for wait in (0.0, 0.003))
     assert plain[2] == delayed[2] and plain[0] < 1e-10
@@ -57,7 +57,7 @@ def values(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def test_a_state_holds_the_bits_and_goes_on_from_them(tmp_path):
+def test_checkpoint_holds_quantized_bits_and_resumes_exactly(tmp_path):
     one, folder = adapted(), tmp_path / "state"
     train(one, batches(2, 1))
     one.save(folder)
@@ -83,13 +83,13 @@ def test_a_state_holds_the_bits_and_goes_on_from_them(tmp_path):
     assert size < sum(path.stat().st_size for path in (tmp_path / "whole").glob("*.safetensors")) / 2
 
 
-def test_another_number_of_ranks_goes_on(pool, tmp_path):
+def test_quantized_checkpoint_resumes_on_another_number_of_ranks(pool, tmp_path):
     folder = str(tmp_path / "state")
     before = pool.run("packed_states:saved", 2, 1, folder=folder)[0]
     assert pool.run("packed_states:loaded", 3, 1, folder=folder)[0] == pytest.approx(before, rel=1e-10)
 
 
-def test_what_a_rank_holds_is_what_was_said():
+def test_predicted_bytes_of_a_quantized_base_equal_the_held_bytes():
     plain, packed = adapted("none"), adapted()
     one, other = (pipeline.costs(2, 20) for pipeline in (plain, packed))
     assert one.parameters == other.parameters and one.trainable == other.trainable
@@ -102,7 +102,7 @@ def test_what_a_rank_holds_is_what_was_said():
     packed.close()
 
 
-def test_merged_it_is_the_model_that_was_trained(tmp_path):
+def test_exported_base_weights_are_the_dequantized_ones(tmp_path):
     """What an export would merge into is what blocks have computed with."""
     pipeline = adapted()
     frozen = next(name for name in pipeline.parameter_names if name.endswith("k_proj.weight"))
@@ -116,6 +116,6 @@ def test_merged_it_is_the_model_that_was_trained(tmp_path):
     pipeline.close()
 
 
-def test_messages_in_8_bits_are_refused_beside_it():
+def test_weights_compression_int8_is_refused_with_quantize():
     with pytest.raises(UserError, match=r"weights_compression.*none or exact with quantize=nf4"):
         adapted(weights_compression="int8")

@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.mark.slow
-def test_the_gradient_of_the_head_does_not_get_worse_with_chunks(pool):
+def test_bf16_head_gradient_does_not_degrade_with_loss_chunks(pool):
     def gradient(dtype: str, chunk: int, reduce_dtype: str) -> torch.Tensor:
         options = {"dtype": dtype, "chunk": chunk, "reduce_dtype": reduce_dtype}
         return pool.run("borders:head_gradient", 2, 1, **options)[0].double()

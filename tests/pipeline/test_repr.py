@@ -11,7 +11,7 @@ from tawpipe.plan.search.plan import Plan
 from tawpipe.runtime.lanes import Failure
 
 
-def test_a_pipeline_says_what_it_trains_and_how_far_it_is(pipeline: Pipeline) -> None:
+def test_pipeline_repr_shows_model_strategy_and_steps(pipeline: Pipeline) -> None:
     first, *rest = repr(pipeline).splitlines()
     assert re.fullmatch(r"Pipeline\(LlamaForCausalLM: [\d,]+ parameters", first)
     assert rest == [
@@ -21,7 +21,7 @@ def test_a_pipeline_says_what_it_trains_and_how_far_it_is(pipeline: Pipeline) ->
     ]
 
 
-def test_results_of_steps_are_their_numbers(pipeline: Pipeline) -> None:
+def test_step_result_repr_shows_its_numbers(pipeline: Pipeline) -> None:
     result = pipeline.step(BATCHES[0])
     numbers = f"loss {result.loss:.4f}, grad norm {result.grad_norm:.3g}, {result.tokens} tokens"
     assert repr(result) == f"StepResult({numbers})"
@@ -29,7 +29,7 @@ def test_results_of_steps_are_their_numbers(pipeline: Pipeline) -> None:
     assert repr(evaluated) == f"StepResult(loss {evaluated.loss:.4f}, {evaluated.tokens} tokens)"
 
 
-def test_the_result_of_a_step_that_failed_says_so() -> None:
+def test_failed_step_result_repr_shows_the_error() -> None:
     class Broken:
         done = True
 
@@ -39,7 +39,7 @@ def test_the_result_of_a_step_that_failed_says_so() -> None:
     assert repr(StepResult(Broken(), None, None, Failure())) == "StepResult(failed: rank 1 is gone)"  # type: ignore[arg-type]
 
 
-def test_schedules_costs_and_batches_fit_on_a_line(pipeline: Pipeline) -> None:
+def test_schedule_costs_and_batch_reprs_fit_on_a_line(pipeline: Pipeline) -> None:
     assert re.fullmatch(
         r"Schedule\(tawpipe-spread: 4 micro-batches, \d+ actions; 1 process = 1 node x 1\)", repr(pipeline.schedule(4))
     )
@@ -50,7 +50,7 @@ def test_schedules_costs_and_batches_fit_on_a_line(pipeline: Pipeline) -> None:
     assert re.fullmatch(r"MicroBatch\(1 x \d+ tokens, 1 documents, \d+ labels that count\)", repr(rows))
 
 
-def test_a_plan_is_its_choice_and_the_reason() -> None:
+def test_plan_repr_shows_the_choice_and_its_reason() -> None:
     asked = plan_request(global_batch=4)
     plan = Plan.of(asked, search_only(asked))
     assert plan.chosen is not None

@@ -39,7 +39,7 @@ def test_a_schedule_a_strategy_a_name_and_settings_train_alike():
         assert losses(schedule) == expected
 
 
-def test_a_schedule_is_for_its_batch_and_for_training():
+def test_ready_schedule_refuses_other_batches_and_forward_only():
     pipeline = made()
     ready = pipeline.schedule(4)
     pipeline.close()

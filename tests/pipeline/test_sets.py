@@ -22,7 +22,7 @@ ROWS = ((5, 9, 3), (17,), (1, 2, 14), (3,))
         pytest.param(1, 4, 4, marks=pytest.mark.slow),
     ],
 )
-def test_the_numbers_of_one_process(pool, nodes, local, ranks):
+def test_context_parallel_groups_match_one_process(pool, nodes, local, ranks):
     """In chunks and not, with sets that have fewer micro-batches than others, clipped, for several steps of AdamW."""
     fixed = {"dtype": "float64", "sequence_ranks": ranks}
     settings = [
@@ -44,7 +44,7 @@ def test_the_numbers_of_one_process(pool, nodes, local, ranks):
         pytest.param(4, 0, False, marks=pytest.mark.slow),
     ],
 )
-def test_packed_documents_of_every_kind_of_attention(pool, local, chunk, tied):
+def test_context_parallel_groups_match_the_plain_model_for_every_attention(pool, local, chunk, tied):
     """Windows, soft caps, sinks, biases, experts, latent attention, one product for queries, keys and values; rows of
     which a rank has no token.
     """
@@ -57,20 +57,20 @@ def test_packed_documents_of_every_kind_of_attention(pool, local, chunk, tied):
         assert difference < (1e-6 if family in ("qwen3_moe", "gpt_oss", "deepseek_v3") else LIMIT), differences
 
 
-def test_a_rank_without_a_token_of_a_row_has_kept_nothing_of_it(pool):
+def test_rank_without_a_token_of_a_row_takes_part(pool):
     knobs = {"sequence_ranks": 2, "sequence_chunk": 3, "recompute": "selective"}
     differences = pool.run("cases:families", 1, 2, names=["gemma3"], tied=True, rows=((1,), (3,)), **knobs)[0]
     assert differences["gemma3"] < LIMIT
 
 
-def test_dropout_repeats_in_every_part_of_a_layer(pool):
+def test_context_parallel_dropout_gradients_match_the_loss_slope(pool):
     """In attention, behind it and before the first layer: the gradient is the slope of the loss."""
     drops = {"attn_pdrop": 0.2, "resid_pdrop": 0.3, "embd_pdrop": 0.1}
     assert max(pool.run("borders:slope_over_ranks", 1, 2, family="gpt2", drops=drops, sequence_ranks=2)) < 1e-6
 
 
 @pytest.mark.slow
-def test_an_evaluation_by_position(pool):
+def test_evaluation_by_position_is_equal_over_context_parallel_ranks(pool):
     alone = by_position(ALONE, chunk=6, micro_batch=1)
     results = pool.run("positions:by_position", 1, 2, chunk=6, micro_batch=1, sequence_ranks=2)
     (curve, said, _), (_, usual, _) = results[0]
@@ -78,7 +78,7 @@ def test_an_evaluation_by_position(pool):
     assert curve == pytest.approx(alone[0][0], rel=1e-6)  # norms in other processes are in fp32
 
 
-def test_answers_of_an_evaluation(pool):
+def test_evaluation_answers_are_equal_over_context_parallel_ranks(pool):
     """Of rows whose tokens several ranks look at; rows of one micro-batch would be told apart no more."""
     (alone, *_), *_ = pool.run("positions:answers", 1, 1, loss_chunk_tokens=6)
     (together, *_), *_ = pool.run("positions:answers", 1, 2, loss_chunk_tokens=6, sequence_ranks=2)
@@ -88,6 +88,6 @@ def test_answers_of_an_evaluation(pool):
         pool.run("positions:answers", 1, 2, micro_batch=2, sequence_ranks=2)
 
 
-def test_what_does_not_go_with_it_is_refused():
+def test_context_parallel_size_above_the_node_is_refused():
     with pytest.raises(UserError, match=r"sequence_ranks.*2; 1: .* every node has one"):
         piped(llama(), sequence_ranks=2)
