@@ -70,7 +70,7 @@ def plan_of(asked: PlanRequest) -> Plan:
     return Plan.of(asked, [_best(asked, find("flat"))])
 
 
-def test_whole_rows_where_they_fit_and_else_the_largest_chunk_that_does():
+def test_plan_keeps_rows_whole_if_they_fit_else_takes_the_largest_chunk():
     free = asked_of()
     assert chosen(free).sequence_chunk == 0  # type: ignore[union-attr]
     assert needed(free, CHUNKS[0]) < needed(free, CHUNKS[-1]) < needed(free, 0)
@@ -83,7 +83,7 @@ def test_whole_rows_where_they_fit_and_else_the_largest_chunk_that_does():
     assert plan.least.step.settings.sequence_chunk == CHUNKS[0], "what needs the least memory is said"
 
 
-def test_chunks_and_offloading_are_chosen_together():
+def test_plan_chooses_chunks_and_offloading_together():
     """The link to the host is slow here, so that chunks beat offloading as long as they suffice."""
     free = asked_of(machine=GPUS)
     only_chunks = chosen(asked_of(needed(free, 8192), GPUS))
@@ -94,7 +94,7 @@ def test_chunks_and_offloading_are_chosen_together():
     assert settings is not None and settings.sequence_chunk and settings.offloaded_layers
 
 
-def test_what_the_user_says_of_chunks_is_kept():
+def test_plan_keeps_the_sequence_chunk_of_the_user():
     free = asked_of()
     memory = needed(free, 4096)
     for given, size in ((4096, 4096), (500, 500)):
@@ -104,7 +104,7 @@ def test_what_the_user_says_of_chunks_is_kept():
     assert chosen(asked_of(0, settings=replace(DEFAULT, sequence_chunk=500))).sequence_chunk == 500  # type: ignore[union-attr]
 
 
-def test_seconds_grow_with_the_number_of_chunks():
+def test_predicted_seconds_grow_with_the_number_of_chunks():
     asked = asked_of()
     seconds = [predict(asked, step_of(asked, "flat", sequence_chunk=size)).step_seconds for size in (2048, 4096, 8192)]
     # 16 micro-batches on 4 devices; 4 ms for every chunk of every layer
@@ -115,7 +115,7 @@ def test_seconds_grow_with_the_number_of_chunks():
     assert as_long.profile is asked.profile, "a chunk as long as the row is the row"
 
 
-def test_several_rows_at_one_time_are_cut_alike():
+def test_predicted_chunk_memory_grows_with_rows_per_micro_batch():
     one, two = asked_of(), asked_of(micro_batch=2, size=size_of([ROW] * 2))
     layers = [
         each.of(step_of(each, "flat", sequence_chunk=4096)).profile.memory.working["layer"]["backward full"]
@@ -124,7 +124,7 @@ def test_several_rows_at_one_time_are_cut_alike():
     assert [fixed for fixed, _ in layers] == [300 * 4096, 2 * 300 * 4096]
 
 
-def test_a_saved_plan_plays_its_chunks_again(tmp_path):
+def test_saved_plan_replays_its_sequence_chunk(tmp_path):
     asked = asked_of(needed(asked_of(), 4096), drops=True)
     plan = plan_of(asked)
     assert "chunks of 4,096 tokens" in plan.reason and "another draw of dropout" in plan.reason
@@ -139,7 +139,7 @@ def test_a_saved_plan_plays_its_chunks_again(tmp_path):
         assert planned_settings(schedule, replace(DEFAULT, sequence_chunk=size)).sequence_chunk == size
 
 
-def test_ways_out_have_chunks():
+def test_remedies_suggest_sequence_chunks():
     asked = asked_of(needed(asked_of(), 2048), global_batch=4)
     ways = remedies(asked, step_of(asked, "flat", sequence_chunk=0))
     assert any(Change("schedule.sequence_chunk", 2048) in way.changes for way in ways)
@@ -148,7 +148,7 @@ def test_ways_out_have_chunks():
 # files
 
 
-def test_files_hold_what_is_offloaded_and_the_disk_is_what_binds():
+def test_plan_offloads_into_files_within_the_disk_space():
     """On processors too, whose memory is the host's; and only for rows in chunks."""
     disk = replace(asked_of().machine, files=LinkModel(1e5, full_duplex=False), files_bytes=10**12)
     files = replace(DEFAULT, offload_dir="/disk")
@@ -174,7 +174,7 @@ def test_files_hold_what_is_offloaded_and_the_disk_is_what_binds():
     assert row.binds == FILES and row.as_json()["files_gib"] * 2**30 <= needs.files
 
 
-def test_a_disk_is_measured_and_in_the_machines_file(tmp_path):
+def test_disk_is_measured_and_saved_in_the_machine_file(tmp_path):
     link, free = probe_files(str(tmp_path), size=1 << 23)
     assert 0 < link.bytes_per_s < float("inf") and not link.full_duplex and free > 0
     assert not list(tmp_path.iterdir())
@@ -191,7 +191,7 @@ def test_a_disk_is_measured_and_in_the_machines_file(tmp_path):
 # the longest row
 
 
-def test_the_longest_row_has_the_largest_chunk_with_which_it_is_about_as_long():
+def test_longest_row_uses_the_largest_chunk_of_about_equal_length():
     memory = needed(asked_of(), 4096)
     rows = [
         _longest_of(asked_of(memory, settings=replace(DEFAULT, sequence_chunk=given)), find("flat"), POSITIONS)
@@ -207,7 +207,7 @@ def test_the_longest_row_has_the_largest_chunk_with_which_it_is_about_as_long():
     assert f"{chunk:,}" in rows[0].cells() and "whole" in rows[1].cells()
 
 
-def test_a_row_that_fits_whole_is_not_cut():
+def test_longest_row_that_fits_whole_is_not_cut():
     row = _longest_of(asked_of(needed(asked_of(), 0) + 10_000), find("flat"), POSITIONS)
     assert (row.tokens, row.binds) == (ROW, POSITIONS) and row.step is not None
     assert row.step.settings.sequence_chunk == 0
@@ -231,7 +231,7 @@ def followed(plan: str, tmp_path: Any, **schedule: Any) -> Followed:
     return Planning(world, chain, Asked(ROW, 16, settings=replace(DEFAULT, **schedule))).follow(str(path), None)
 
 
-def test_a_run_follows_the_chunks_of_a_plan_and_refuses_others(tmp_path):
+def test_run_follows_the_chunk_of_a_plan_and_refuses_another(tmp_path):
     asked = asked_of(needed(asked_of(), 4096))
     text = plan_of(asked).text()
     assert followed(text, tmp_path).schedule.sequence_chunk == 4096
@@ -243,7 +243,7 @@ def test_a_run_follows_the_chunks_of_a_plan_and_refuses_others(tmp_path):
 # what a device holds
 
 
-def test_a_token_of_a_long_row_takes_at_most_26_kb_of_a_device(tmp_path):
+def test_long_row_takes_at_most_26_kb_of_gpu_memory_per_token(tmp_path):
     """Of Llama-3.1-8B in bf16, besides homes, buffers and constants of a chunk, with inputs outside of the device: keys
     and values, their gradients in fp32, one row of the gradient, rotary tables.
     """
@@ -283,7 +283,7 @@ def small() -> Chain:
 
 
 @pytest.mark.slow
-def test_chunks_are_measured_only_where_they_are_wanted(monkeypatch):
+def test_chunks_are_measured_only_if_requested(monkeypatch):
     for module in ("plan.cost.memory", "model.attention.chunked"):
         monkeypatch.setattr(f"tawpipe.{module}.PAST_KEYS", 256)
     whole = measure(small(), dtype=torch.float32, device=CPU, tokens=256, row=1024)
@@ -299,7 +299,7 @@ def test_chunks_are_measured_only_where_they_are_wanted(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_rows_in_chunks_need_is_a_line_that_longer_rows_keep_to(monkeypatch):
+def test_measured_chunk_memory_is_linear_in_row_length(monkeypatch):
     """The gradients that a kernel gives of one part of the past are gone before it looks at the next one."""
     for module in ("plan.cost.memory", "model.attention.chunked"):
         monkeypatch.setattr(f"tawpipe.{module}.PAST_KEYS", 256)
@@ -313,13 +313,13 @@ def test_what_rows_in_chunks_need_is_a_line_that_longer_rows_keep_to(monkeypatch
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_why_rows_cannot_be_cut(device, monkeypatch):
+def test_why_whole_names_the_reason_against_cutting_rows(device, monkeypatch):
     assert Bench(small(), torch.device(device), torch.bfloat16, 256).why_whole() == ""
     monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda layer, hidden, **call: hidden + layer.mlp(hidden))
     assert "calls no attention" in Bench(small(), torch.device(device), torch.bfloat16, 256).why_whole()
 
 
-def test_a_model_whose_rows_cannot_be_cut_is_planned_with_whole_rows_and_the_reason_is_said_once(tmp_path, monkeypatch):
+def test_plan_of_an_uncuttable_model_keeps_rows_whole_and_gives_the_reason(tmp_path, monkeypatch):
     LlamaConfig(**SMALL).save_pretrained(tmp_path)
     given: dict[str, Any] = {"sequence_length": 1 << 18, "global_batch": 4, "memory_bytes": 60 << 20}
     monkeypatch.setattr(measure_module, "DRIVER_BYTES", 0)

@@ -46,7 +46,7 @@ def lines_of(asked: PlanRequest) -> list[str]:
     return list(without_loss(planned(asked)))
 
 
-def test_it_is_chosen_where_a_step_is_faster_and_left_off_where_it_is_not():
+def test_exact_compression_is_chosen_only_where_it_shortens_a_step():
     fast, slow = (planned(asked_with(coding)) for coding in (FAST, SLOW))
     assert fast.chosen is not None and fast.chosen.step is not None and slow.chosen is not None
     (gains,) = without_loss(fast)
@@ -64,7 +64,7 @@ def test_it_is_chosen_where_a_step_is_faster_and_left_off_where_it_is_not():
     assert not lines_of(asked_with(FAST, machine=alone))
 
 
-def test_it_is_not_chosen_without_room_for_its_copies():
+def test_exact_compression_is_not_chosen_without_memory_for_its_copies():
     asked = asked_with(FAST)
     fast, plain = (predict(asked, step_of(asked, "tawpipe-step", **given)) for given in (BOTH, {}))
     assert fast.peak_bytes > plain.peak_bytes
@@ -72,7 +72,7 @@ def test_it_is_not_chosen_without_room_for_its_copies():
     assert tight.chosen is not None and tight.chosen.chosen_settings()["weights_compression"] == "none"
 
 
-def test_it_is_proposed_where_a_plan_does_not_choose_it():
+def test_exact_compression_is_suggested_if_unmeasured_or_partly_chosen():
     (unknown,) = lines_of(asked_with(CodingTimes()))
     assert unknown.startswith("available without changing any number: --schedule.")
     assert "coding was not measured" in unknown
@@ -80,7 +80,7 @@ def test_it_is_proposed_where_a_plan_does_not_choose_it():
     assert "weights-compression exact" in gpus and "gradients-compression" not in gpus and "for GPUs" in gpus
 
 
-def test_what_cannot_be_coded_is_not_chosen():
+def test_tensors_that_exact_compression_cannot_code_are_not_chosen():
     (fp32,) = lines_of(asked_with(FAST, widths=Widths(4, 4, 4, 2)))
     assert "gradients-compression exact" in fp32 and "weights-compression" not in fp32
     assert codings(asked_with(FAST, widths=Widths(8, 8, 8, 2))) == []
@@ -89,7 +89,7 @@ def test_what_cannot_be_coded_is_not_chosen():
 @pytest.mark.parametrize(
     ("setting", "part"), [("weights_compression", "change"), ("gradients_compression", "gradient")]
 )
-def test_a_step_takes_as_long_as_its_coding(setting, part):
+def test_step_time_includes_the_time_of_exact_compression(setting, part):
     seconds, some = list[float](), [replace(CodingTimes(), **{part: (each, each)}) for each in (0.0, 1e-4, 2e-4)]
     for coding in some:
         asked = asked_with(coding)
@@ -101,7 +101,7 @@ def test_a_step_takes_as_long_as_its_coding(setting, part):
     assert counted - seconds[0] == pytest.approx(1e-4 * stripes, rel=0.3) or setting != "weights_compression"
 
 
-def test_fewer_bits_are_taken_for_a_lower_rate():
+def test_lower_learning_rate_predicts_fewer_compressed_bytes():
     chain = lambda: Chain(build_model("tiny", vocab_size=500, max_positions=64).model)  # noqa: E731
     machine = uniform(2, 1, between=LinkModel(2e5), inside=LinkModel(1e8), device=Device())
     requests = [request_of(chain(), machine, Asked(32, 2, learning_rate=rate, timed=False)) for rate in (1e-5, 3e-4)]
@@ -110,7 +110,7 @@ def test_fewer_bits_are_taken_for_a_lower_rate():
     assert [asked.widths.change for asked in requests] == [change_width(1e-5), change_width(3e-4)]
 
 
-def test_it_is_measured_and_a_saved_plan_knows_it():
+def test_compression_times_are_measured_and_saved_with_the_plan():
     runs = []
     coding = measured(torch.device("cpu"), lambda run: runs.append(run()) or 0.5)
     each = 0.5 / ELEMENTS

@@ -47,7 +47,7 @@ def dealt() -> DealFound:
     return DealFound.of(request(450), corpus(), tokens=4000, max_document=300)
 
 
-def test_a_file_has_a_length_on_every_line_or_a_length_and_a_number(tmp_path: Path) -> None:
+def test_lengths_file_holds_lengths_with_optional_counts(tmp_path: Path) -> None:
     path = tmp_path / "lengths"
     path.write_text("7\n3 2\n\n7, 4\n9 0\n")
     found = lengths_of(str(path))
@@ -66,7 +66,7 @@ def test_a_file_has_a_length_on_every_line_or_a_length_and_a_number(tmp_path: Pa
     ("text", "named"),
     [("3\n-4\n", "line 2"), ("3\n1 2 3\n", "line 2"), ("x\n", "line 1"), ("\n", "at least one length")],
 )
-def test_a_file_with_other_lines_is_refused_by_its_line(tmp_path: Path, text: str, named: str) -> None:
+def test_wrong_line_of_a_lengths_file_is_named(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "lengths"
     path.write_text(text)
     with pytest.raises(UserError, match=named):
@@ -74,18 +74,18 @@ def test_a_file_with_other_lines_is_refused_by_its_line(tmp_path: Path, text: st
 
 
 @pytest.mark.parametrize("words", ["lognormal:6", "lognormal:a,b", "lognormal:6,-1", "lognormal:nan,1", "no/such/file"])
-def test_lengths_that_nobody_can_read_are_refused(words: str) -> None:
+def test_unreadable_lengths_option_is_refused(words: str) -> None:
     with pytest.raises(UserError, match="--lengths"):
         lengths_of(words)
 
 
-def test_drawn_lengths_are_as_their_logarithms_say() -> None:
+def test_drawn_lengths_have_the_requested_lognormal_median() -> None:
     drawn = lengths_of("lognormal:6.35,2.33")
     order = [length for length, count in zip(drawn.values, drawn.counts, strict=True) for _ in range(count)]
     assert order[len(order) // 2] == pytest.approx(math.exp(6.35), rel=0.03) and order[0] == 32
 
 
-def test_other_packings_have_the_same_tokens_in_full_rows() -> None:
+def test_row_packings_hold_every_token_in_full_rows() -> None:
     work, lengths = request(450).profile.work, corpus().step(3000, 1)
     cut, packed = in_rows(lengths, 4, 300, work), in_turn(lengths, 4, 300, work)
     assert sum(cut.lengths) == sum(packed.lengths) == sum(lengths) and packed.lengths == tuple(lengths)
@@ -98,7 +98,7 @@ def test_other_packings_have_the_same_tokens_in_full_rows() -> None:
     )
 
 
-def test_dealt_by_time_a_step_is_faster_than_by_tokens_and_takes_what_the_model_says(dealt: DealFound) -> None:
+def test_dealing_by_time_beats_other_packings_in_a_plan(dealt: DealFound) -> None:
     best, turn, rows = dealt.best, dealt.deal_of(IN_TURN), dealt.deal_of(ROWS)
     assert best is not None and turn is not None and rows is not None and best.name == BALANCED
     assert best.seconds < min(turn.seconds, rows.seconds)
@@ -112,7 +112,7 @@ def test_dealt_by_time_a_step_is_faster_than_by_tokens_and_takes_what_the_model_
 
 
 @pytest.mark.slow
-def test_over_slow_links_documents_go_through_pipelines_in_bins_and_slices() -> None:
+def test_slow_links_choose_a_pipeline_of_packs_and_slices() -> None:
     asked = request(450)
     units = tuple(replace(unit, numel=10_000 * unit.numel) for unit in asked.model.units)
     slow = uniform(2, 2, between=LinkModel(1e6), inside=FREE, device=Device())
@@ -128,7 +128,7 @@ def test_over_slow_links_documents_go_through_pipelines_in_bins_and_slices() -> 
     assert str(found.chosen) in "\n".join(lines(found)) and as_json(found)["lengths"]["chosen"] == found.chosen
 
 
-def test_a_step_of_many_rounds_takes_as_long_as_played_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extrapolated_step_of_many_rounds_matches_the_whole_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
     from tawpipe.plan.answer import dealt as module
 
     asked, bins = request(450), in_turn(corpus().step(20_000, 2), 4, 450, request(450).profile.work)
@@ -144,7 +144,9 @@ def test_a_step_of_many_rounds_takes_as_long_as_played_whole(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("strategy", "count"), [("1f1b", 1), ("1f1b", 7), ("tawpipe-spread", 2)])
-def test_a_step_of_few_documents_takes_as_long_as_played_whole(monkeypatch, strategy: str, count: int) -> None:
+def test_extrapolated_step_of_few_documents_matches_the_whole_simulation(
+    monkeypatch, strategy: str, count: int
+) -> None:
     """Most bins of its pipeline are empty, and rounds of empty ones alone say nothing about the others."""
     from tawpipe.plan.answer import dealt as module
 
@@ -157,12 +159,12 @@ def test_a_step_of_few_documents_takes_as_long_as_played_whole(monkeypatch, stra
     assert whole and part and part.seconds == pytest.approx(whole.seconds, rel=0.2)
 
 
-def test_a_document_longer_than_any_bin_is_refused() -> None:
+def test_document_longer_than_any_pack_is_refused_by_the_plan() -> None:
     with pytest.raises(UserError, match=r"300 tokens.*at most 200"):
         DealFound.of(request(100), Lengths.of([300], "made up"), tokens=600, max_document=300)
 
 
-def test_all_of_it_is_said_in_text_json_and_on_a_page(dealt: DealFound, tmp_path: Path) -> None:
+def test_dealt_plan_is_shown_as_text_json_and_page(dealt: DealFound, tmp_path: Path) -> None:
     text, said = "\n".join(lines(dealt)), json.loads(json.dumps(as_json(dealt)))["lengths"]
     assert said["chosen"] in text and f"{said['imbalance']:.3f} of the mean" in text
     assert said["tokens"] == sum(said_tokens for said_tokens in dealt.median.lengths)
@@ -174,7 +176,7 @@ def test_all_of_it_is_said_in_text_json_and_on_a_page(dealt: DealFound, tmp_path
     assert "share of documents" in page and "Time per rank" in page
 
 
-def test_windows_of_layers_are_in_a_saved_plan() -> None:
+def test_layer_windows_are_saved_with_the_plan() -> None:
     asked = request(450)
     windowed = replace(asked.profile.blocks[1], window=64)
     blocks = (asked.profile.blocks[0], windowed, *asked.profile.blocks[2:])
@@ -186,7 +188,7 @@ def test_windows_of_layers_are_in_a_saved_plan() -> None:
     assert {(kind.layers, kind.window) for kind in asked.profile.work.kinds} == {(1, 64), (LAYERS - 1, None)}
 
 
-def test_a_run_deals_by_the_seconds_of_the_plan_that_it_follows() -> None:
+def test_run_deals_documents_by_the_seconds_of_its_plan() -> None:
     asked = request(450)
     step = asked.step(replace(asked.settings, strategy="tawpipe-spread", micro_batches_per_visit=1))
     found = [Candidate("tawpipe-spread", step, predict(asked, step), True)]
@@ -210,14 +212,14 @@ def test_a_run_deals_by_the_seconds_of_the_plan_that_it_follows() -> None:
         (["--lengths", "lognormal:6.35,2.33", "--max-document", "1000", "--save", "x"], "--save"),
     ],
 )
-def test_what_cannot_be_dealt_is_refused_by_its_option(
+def test_wrong_lengths_options_are_refused_by_name(
     words: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--model", "tiny", "--topology", "2x2@1gbit", "--device-name", "H100", *words]) == 2
     assert named in capsys.readouterr().err
 
 
-def test_the_lengths_of_a_corpus_are_those_of_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_corpus_counts_the_tokens_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [json.dumps({"text": "x y " * (1 + number % 40)}) for number in range(80)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     words = ["plan", "--model", "tiny", "--vocab-size", "300", "--topology", "1x1", "--device-name", "H100", "--json"]
@@ -228,7 +230,7 @@ def test_the_lengths_of_a_corpus_are_those_of_its_tokens(tmp_path: Path, capsys:
     assert said["max_document"] <= 500 and said["bin_tokens"] >= said["max_document"]
 
 
-def test_the_typical_step_does_about_as_much_as_the_mean_and_has_the_longest_document() -> None:
+def test_typical_step_has_mean_work_and_the_longest_document() -> None:
     steps = [[100, 100], [900, 900], [400, 200], [50]]
     assert typical_documents(steps, 700, LayerTime((LayerKind(1, 1.0, 0.0),))) == (700,)
     assert typical_documents(steps, 100, LayerTime((LayerKind(1, 1.0, 0.0),))) == (400, 200)

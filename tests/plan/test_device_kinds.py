@@ -53,7 +53,7 @@ def asked(machine: Machine, **changes: Any) -> PlanRequest:
     return replace(request, settings=replace(request.settings, device_speeds=spell_speeds(machine.speeds)))
 
 
-def test_a_file_says_the_device_of_every_node_or_process(tmp_path: Any) -> None:
+def test_machine_file_names_the_device_of_every_node_or_process(tmp_path: Any) -> None:
     machine = machine_from(CONTENT)
     assert machine.device == NEW and machine.device_of == (NEW, NEW, OLD)
     assert machine.speeds == (1.0, 1.0, 0.5) and machine.most_memory == 80 * GIB
@@ -84,20 +84,20 @@ def test_a_file_says_the_device_of_every_node_or_process(tmp_path: Any) -> None:
         ({"device": 3}, r"device: got 3; a mapping"),
     ],
 )
-def test_what_cannot_be_is_named(change: dict[str, Any], reason: str) -> None:
+def test_contradictions_in_device_kinds_are_named(change: dict[str, Any], reason: str) -> None:
     if change.get("devices") == {"new": {"speed": "'fast'"}}:
         change = {"devices": {"new": {"speed": "fast"}}}
     with pytest.raises(UserError, match=reason):
         machine_from({**CONTENT, **change})
 
 
-def test_words_for_all_devices_are_refused_where_they_differ(tmp_path: Any) -> None:
+def test_device_name_option_is_refused_for_machines_of_several_kinds(tmp_path: Any) -> None:
     save_machine(machine_from(CONTENT), tmp_path / "a.yaml")
     with pytest.raises(UserError, match=r"--device-name: got 'H200'; nothing: device_of in .* says what"):
         machine_of(str(tmp_path / "a.yaml"), device=Device(), name="H200")
 
 
-def test_doctor_finds_kinds_and_names_the_slow_of_a_kind() -> None:
+def test_doctor_measures_device_speeds_and_names_slow_ranks() -> None:
     machine = unequal(*[replace(NEW, speed=1.0)] * 3, replace(OLD, speed=1.0))
     kinds, rates = ["H100"] * 3 + ["A100"], [100.0, 102.0, 60.0, 45.0]
     measured, notes = speeds.with_speeds(machine, kinds, rates)
@@ -109,12 +109,12 @@ def test_doctor_finds_kinds_and_names_the_slow_of_a_kind() -> None:
     assert alike == replace(machine, device_of=())
 
 
-def test_doctor_says_what_every_process_computes_with() -> None:
+def test_doctor_lists_devices_with_their_ranks_speed_and_memory() -> None:
     rows = dict(doctor._devices(unequal(NEW, NEW, OLD, NEW)))
     assert rows == {"ranks 0, 1, 3": "H100, speed 1, 80.0 GiB", "ranks 2": "A100, speed 0.5, 40.0 GiB"}
 
 
-def test_memory_is_that_of_the_least_of_every_kind(monkeypatch: Any) -> None:
+def test_memory_of_a_device_kind_is_that_of_its_smallest_device(monkeypatch: Any) -> None:
     topology = Topology.grid(2, 2)
     world: Any = SimpleNamespace(machines=topology, nodes=topology, rank=0, device=torch.device("cpu"))
     world.gather_numbers = lambda number: [8.0 * GIB, 6.0 * GIB, 3.0 * GIB, 4.0 * GIB]
@@ -125,7 +125,7 @@ def test_memory_is_that_of_the_least_of_every_kind(monkeypatch: Any) -> None:
     assert machine.device == machine.device_of[0] and {device.name for device in machine.device_of} == {"CPU"}
 
 
-def test_a_device_multiplies() -> None:
+def test_device_speeds_are_measured_only_if_kinds_differ() -> None:
     """Processes on the processors of one machine are of one kind, which needs no measuring."""
     world: Any = SimpleNamespace(device=torch.device("cpu"), barrier=lambda: None)
     assert speeds.products_per_s(world) > 1 and speeds.kind_of(world.device)
@@ -138,7 +138,7 @@ def test_a_device_multiplies() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "1f1b"])
-def test_a_step_is_predicted_as_it_is_dealt(strategy: str) -> None:
+def test_prediction_follows_the_dealing_by_device_speed(strategy: str) -> None:
     """Two fast devices and two of half their speed; a profile is of the first device, whichever that is."""
     given = {"recompute": "full", "micro_batches_per_visit": 8 if strategy != "1f1b" else 1}
     model = {"model": llama(24), "profile": profile(24)} if strategy == "1f1b" else {}
@@ -156,7 +156,7 @@ def test_a_step_is_predicted_as_it_is_dealt(strategy: str) -> None:
         assert bound_of(request, step_of(request, strategy, **given)) <= took * (1 + 1e-9)
 
 
-def test_a_search_for_stages_is_given_the_speed_of_positions() -> None:
+def test_stage_search_receives_the_speed_of_every_position() -> None:
     request = asked(unequal(NEW, NEW, OLD, OLD))
     paces = {
         axis: pipeline_costs(request, Positions(request.topology, axis), "full").pace for axis in ("world", "nodes")
@@ -167,7 +167,7 @@ def test_a_search_for_stages_is_given_the_speed_of_positions() -> None:
     assert pipeline_costs(plan_request(), Positions(request.topology, "world"), "full").pace == ()
 
 
-def test_the_best_plan_is_dealt_by_speed_and_comes_back_from_its_file() -> None:
+def test_best_plan_deals_by_speed_and_is_read_back_from_its_file() -> None:
     request = asked(unequal(NEW, NEW, OLD, OLD, between=LinkModel(2e6)), global_batch=12)
     best = search(request)[0]
     assert best.step is not None and best.prediction is not None
@@ -177,7 +177,7 @@ def test_the_best_plan_is_dealt_by_speed_and_comes_back_from_its_file() -> None:
     assert again.costs.compute_factor == {0: 1.0, 1: 1.0, 2: 2.0, 3: 2.0} == request.costs.compute_factor
 
 
-def test_homes_lie_where_there_is_memory() -> None:
+def test_homes_by_memory_fit_on_devices_of_unequal_memory() -> None:
     """In turn, a small node has too little for its units; by memory it keeps fewer."""
     wide = plan_request(unequal(NEW, NEW, NEW, NEW, between=LinkModel(2e6)))
     needs = memory_quickly(wide, step_of(wide, "tawpipe-striped"))
@@ -206,7 +206,7 @@ def test_homes_lie_where_there_is_memory() -> None:
     assert homes_by_memory(request, step_of(request, "tawpipe-spread")) == ()
 
 
-def test_memory_of_alike_devices_is_looked_at_as_before() -> None:
+def test_absent_memory_is_zero_for_equal_device_memory() -> None:
     request = plan_request(unequal(NEW, replace(NEW, speed=0.5), NEW, NEW), memory=2**30)
     assert request.absent == () and request.model.num_layers == LAYERS
     assert plan_request(unequal(NEW, NEW, OLD, OLD)).absent == ()  # nobody asks for memory

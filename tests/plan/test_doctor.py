@@ -31,14 +31,14 @@ def machine(nodes: int, local: int) -> Machine:
     return uniform(nodes, local, between=LinkModel(1.25e9, 2e-5, False), inside=LinkModel(1e10, shared=False))
 
 
-def test_versions_are_said_and_what_is_missing_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_software_versions_list_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(software())
     assert found["torch"].startswith("2.") and "not installed" not in found.values() and "python" in found
     monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package-here"))
     assert dict(software())["no-such-package-here"] == "not installed"
 
 
-def test_what_a_jobs_limits_leave_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_within_job_limits_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter((4000.0 * 2**20, float("inf")))
     for module in (doctor, host_memory):
         monkeypatch.setattr(module, "memory_left", lambda: next(left))
@@ -46,7 +46,7 @@ def test_what_a_jobs_limits_leave_is_read_once(monkeypatch: pytest.MonkeyPatch) 
     assert rows["free memory"].endswith(" GiB, within the limits of this job's control groups") and len([*left]) == 1
 
 
-def test_links_that_are_there_are_said_with_their_rates() -> None:
+def test_doctor_lists_links_with_their_rates() -> None:
     rates = (Rates(1e9, 5e8, 0.0), Rates(1.25e9, 1.25e9, 0.0))
     rows = dict(doctor._links(Probe(machine(2, 2), rates, ())))
     said = "1.25 GB/s (10 Gbit/s), 20 us, one for all devices of a node, both directions together"
@@ -57,7 +57,7 @@ def test_links_that_are_there_are_said_with_their_rates() -> None:
     assert dict(doctor._links(Probe(machine(1, 1), (), ()))) == {"links": "none: a single process"}
 
 
-def test_a_process_alone_has_others_measure_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_process_starts_others_to_measure_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = uniform(2, 1, between=LinkModel(1e9, 1e-4), inside=LinkModel(1e10), device=Device())
     started: list[list[str]] = []
 
@@ -76,7 +76,7 @@ def test_a_process_alone_has_others_measure_for_it(monkeypatch: pytest.MonkeyPat
         probe_machine("cpu")
 
 
-def test_the_interface_that_carried_the_traffic_is_named_beside_what_its_card_claims(tmp_path: Path) -> None:
+def test_doctor_names_the_interface_that_carried_the_traffic(tmp_path: Path) -> None:
     for name, sent, speed in (("lo", 9e9, ""), ("eth0", 1e9, "1000"), ("thunder0", 5e6, "-1"), ("eth1", 0, "100000")):
         (tmp_path / name / "statistics").mkdir(parents=True)
         (tmp_path / name / "statistics" / "tx_bytes").write_text(f"{sent:.0f}\n")
@@ -92,7 +92,7 @@ def test_the_interface_that_carried_the_traffic_is_named_beside_what_its_card_cl
     assert doctor.used_between({}, {}, 1e8, tmp_path) == ""
 
 
-def test_every_machine_says_what_its_traffic_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_the_interface_of_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "used_between", lambda before, after, reached: f"eth0 {reached:g}")
     monkeypatch.setattr(doctor, "sent_bytes", lambda: {"eth0": 1})
     several, single = (Topology.grid(*shape) for shape in ((2, 2), (1, 4)))

@@ -11,7 +11,7 @@ from tawpipe.plan.search.search import _behind
 from tawpipe.schedule.strategies.groups import Grouped
 
 
-def test_groups_are_looked_at_only_where_they_may_be_the_best():
+def test_groups_strategy_is_evaluated_only_where_it_may_win():
     request = plan_request()
     way = Grouped("1n/1n/1n")
     assert "needs more memory" in _behind(request, way, Outlook())
@@ -20,7 +20,7 @@ def test_groups_are_looked_at_only_where_they_may_be_the_best():
 
 
 @pytest.mark.slow
-def test_two_nodes_of_four_are_named_where_a_forward_pass_hides_half_of_what_a_backward_pass_does(capsys):
+def test_groups_of_two_nodes_win_in_a_plan_with_half_size_gradients(capsys):
     words = "--model llama-8b --topology 4x8@40gbit --device-name H100 --memory 76 --sequence-length 32768"
     with looking_at(*FEW, "tawpipe-whole", "tawpipe-groups", "weipipe", "interleaved-1f1b"):
         assert main(["plan", *words.split(), "--global-batch", "32", "--schedule.reduce-dtype", "same"]) == 0

@@ -57,7 +57,7 @@ def bytes_of(request: PlanRequest, level: str) -> int:
     )
 
 
-def test_homes_stay_on_devices_where_that_fits_and_go_to_the_host_where_it_does_not() -> None:
+def test_homes_move_to_the_host_only_if_devices_cannot_hold_them() -> None:
     without, with_state = bytes_of(asked(), "none"), bytes_of(asked(), "state")
     assert with_state < without / 1.2
     roomy, tight = (
@@ -73,7 +73,7 @@ def test_homes_stay_on_devices_where_that_fits_and_go_to_the_host_where_it_does_
 @pytest.mark.parametrize("level", ["none", "state"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("local", "axis"), [(1, "world"), (2, "world"), (2, "nodes")])
-def test_a_search_for_stages_counts_what_a_position_holds(level: str, tied: bool, local: int, axis: str) -> None:
+def test_stage_search_counts_the_memory_that_the_plan_predicts(level: str, tied: bool, local: int, axis: str) -> None:
     """What the plan does, or a little more: weights, gradients, state or what passes of it, copies of tied units."""
     one = asked(1 << 30, model=llama(8, tied=tied), profile=profile(8)).with_homes(level)
     machine = uniform(2, local, between=LinkModel(2e5, 1e-5), inside=LinkModel(1e8), device=Device("A GPU"))
@@ -94,7 +94,7 @@ def test_a_search_for_stages_counts_what_a_position_holds(level: str, tied: bool
         assert said - 3 * boundary <= counted <= said * (1.4 if level == "state" else 1.01), (cut, said, counted)
 
 
-def test_what_a_user_says_is_kept() -> None:
+def test_host_homes_setting_of_the_user_is_kept() -> None:
     for level in ("none", "state"):
         plan = Plan.of(one := asked(settings=ScheduleSettings(host_homes=level)), search_only(one))
         assert all(
@@ -116,11 +116,11 @@ def test_a_host_with_too_little_memory_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GB10", "CPU"])
-def test_where_a_device_has_no_memory_of_its_own_homes_stay_on_it(name: str) -> None:
+def test_homes_stay_on_devices_that_share_memory_with_the_host(name: str) -> None:
     assert asked(name=name).levels == ("none",)
 
 
-def test_the_clock_charges_the_host_s_link() -> None:
+def test_simulated_step_charges_the_host_link() -> None:
     """An update brings 16 bytes and takes 12; a gradient goes down in every round, and comes up to be added to."""
     free, slow = (
         predict(one, step_of(one, "tawpipe-spread", host_homes="state"))
@@ -135,7 +135,7 @@ def test_the_clock_charges_the_host_s_link() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_lanes_share_the_host_s_link_each_way(early: bool) -> None:
+def test_simulated_lanes_share_the_host_link_in_each_direction(early: bool) -> None:
     """On a slow link what passes up takes its time, on whichever lane: states and gradients, and weights for visits."""
     slow = asked(host_rate=1e4, settings=ScheduleSettings(early_updates=early))
     step = step_of(slow, "tawpipe-spread", host_homes="all")
@@ -146,7 +146,7 @@ def test_lanes_share_the_host_s_link_each_way(early: bool) -> None:
     assert predict(slow, step).step_seconds == pytest.approx(4 * (4 * elements + raised + added) / 1e4, rel=0.12)
 
 
-def test_copies_of_the_state_in_memory_leave_less_of_it() -> None:
+def test_memory_checkpoints_reduce_the_free_host_memory() -> None:
     one = asked(host_gib=1)
     settings = step_of(one, "tawpipe-spread", host_homes="state").settings
     state = state_bytes(one, one.step(settings))
@@ -156,7 +156,7 @@ def test_copies_of_the_state_in_memory_leave_less_of_it() -> None:
     assert _beside(cpu.machine, cpu, settings, 2).device.memory_bytes == 2**20 - 2 * state
 
 
-def test_a_forward_pass_hides_the_updates() -> None:
+def test_forward_pass_hides_host_home_updates() -> None:
     """Where computing forward takes half as long again as what passes, homes in the host cost at most 5 %."""
     one = asked(profile=profile(24), model=llama(24))
     plain = step_of(one, "tawpipe-spread", micro_batches_per_visit=2)
@@ -168,7 +168,7 @@ def test_a_forward_pass_hides_the_updates() -> None:
     assert predict(hosted, step).step_seconds <= 1.05 * predict(hosted, plain).step_seconds
 
 
-def test_a_run_looks_at_its_hosts_before_anything_is_allocated() -> None:
+def test_run_checks_host_memory_before_allocating() -> None:
     machines = Topology.grid(2, 2)
     wanted, free, enough = [60e9] * 4, [128e9] * 4, [0.0] * 4
     spread, copies = (
@@ -188,7 +188,7 @@ def test_a_run_looks_at_its_hosts_before_anything_is_allocated() -> None:
         refuse_host(spread, wanted, free, [0.0, 0.0, 8e9, 0.0], machines, one_memory=False)
 
 
-def test_a_device_with_one_memory_has_all_of_it_counted_there() -> None:
+def test_device_with_unified_memory_counts_host_bytes_on_the_device() -> None:
     """What waits in the host's memory, and the copy of a save, beside all that a GPU holds."""
     gpu, spark = asked(name="A GPU"), asked(name="NVIDIA GB10")
     there, here = (memory_quickly(one, step_of(one, "tawpipe-spread", offloaded_layers=1)) for one in (gpu, spark))
@@ -196,7 +196,7 @@ def test_a_device_with_one_memory_has_all_of_it_counted_there() -> None:
     assert {name: size for name, size in here.parts.items() if name not in ("host", "saving")} == there.parts
 
 
-def test_a_device_with_one_memory_has_what_other_processes_leave(monkeypatch) -> None:
+def test_device_with_unified_memory_has_only_free_system_memory(monkeypatch) -> None:
     alone = Topology.grid(1, 1)
     world: Any = SimpleNamespace(machines=alone, nodes=alone, rank=0, device=torch.device("cuda"))
     world.gather_numbers, world.gather_texts = lambda number: [number], lambda text: [text]
@@ -208,14 +208,14 @@ def test_a_device_with_one_memory_has_what_other_processes_leave(monkeypatch) ->
         assert probe.machine_unprobed(world).device.memory_bytes == expected * 2**30
 
 
-def test_homes_that_are_sought_weigh_what_a_device_keeps_of_them() -> None:
+def test_home_search_counts_what_devices_keep_of_host_homes() -> None:
     one = asked()
     whole = {level: step_of(one, "tawpipe-whole", host_homes=level) for level in ("none", "state", "all")}
     none, state, everything = (_Task(one, step).kept.sum() for step in whole.values())
     assert none > 4 * state > 0 and everything == none, "under all, hosts keep what devices would"
 
 
-def test_all_of_the_homes_go_to_the_host_where_no_copy_fits_on_devices() -> None:
+def test_host_homes_all_needs_the_least_device_memory() -> None:
     """The third level is for what the second does not hold; pipelines keep what they were looked at with."""
     big = llama(24)
     one = asked(model=big, profile=profile(24))
@@ -223,7 +223,7 @@ def test_all_of_the_homes_go_to_the_host_where_no_copy_fits_on_devices() -> None
     assert need["all"] < need["state"] < need["none"]
 
 
-def test_gradients_that_pass_need_no_home() -> None:
+def test_early_updates_keep_no_gradients_in_the_host() -> None:
     """Under early updates of one process, if all micro-batches are in one round."""
     machine = replace(asked().machine, nodes=(1,))
     late, early = (
@@ -272,7 +272,7 @@ def those_with_homes_in_hosts(quickly_generated: None) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("those_with_homes_in_hosts")
-def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
+def test_two_24_gb_machines_train_8b_in_full(capsys, tmp_path) -> None:
     said = planned(
         capsys,
         tmp_path,
@@ -294,7 +294,7 @@ def test_two_machines_of_24_gb_train_8_b_in_full(capsys, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("those_with_homes_in_hosts")
-def test_a_host_of_32_gib_is_refused_for_8_b(capsys, tmp_path, monkeypatch) -> None:
+def test_host_of_32_gib_is_refused_for_8b(capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tawpipe.plan.answer.would_fit.SECONDS", 0.0)
     said = planned(
         capsys,
@@ -312,7 +312,7 @@ def test_a_host_of_32_gib_is_refused_for_8_b(capsys, tmp_path, monkeypatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("those_with_homes_in_hosts")
-def test_one_device_of_24_gb_trains_8_b_in_full_without_clipping(capsys, tmp_path) -> None:
+def test_single_24_gb_device_trains_8b_in_full_without_clipping(capsys, tmp_path) -> None:
     """With 128 GB of memory in its host, of which 125 GiB are there: 16 bytes a parameter are too many."""
     words = {"nodes": "[1]", "gpu": "NVIDIA GeForce RTX 4090", "memory": 24, "host_gib": 125, "model": "llama-8b"}
     said = planned(capsys, tmp_path, **words, sequence_length=8192, global_batch=8)
@@ -324,7 +324,7 @@ def test_one_device_of_24_gb_trains_8_b_in_full_without_clipping(capsys, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_strategies")
-def test_two_machines_of_80_gb_train_32_b_in_full(capsys, tmp_path) -> None:
+def test_two_80_gb_machines_train_32b_in_full(capsys, tmp_path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN_32B | {"model_type": "qwen3"}))
     said = planned(

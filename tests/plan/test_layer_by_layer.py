@@ -55,7 +55,7 @@ def chosen() -> tuple[PlanRequest, list[dict[str, str]]]:
         return request, [*step.strategy.changes(planner_of(request), step, lambda _: True, budget=BUDGET)]
 
 
-def test_a_choice_layer_by_layer_fits_and_is_shorter(chosen):
+def test_solved_plan_with_mixed_layers_fits_and_is_shortest(chosen):
     request, options = chosen
     *alike, mixed = options
     assert len(set(mixed["recompute"].replace(":", ",").split(",")) & {"none", "selective", "full"}) > 1
@@ -74,7 +74,7 @@ def test_a_choice_layer_by_layer_fits_and_is_shorter(chosen):
     assert moved and moved.count(Op.OFFLOAD) == moved.count(Op.RELOAD)  # some of it waits in the host's memory
 
 
-def test_a_plan_says_the_order_and_who_made_it(chosen, monkeypatch):
+def test_plan_records_its_pipeline_order_and_a_missing_solver(chosen, monkeypatch):
     request, options = chosen
     step = request.step(replace(DEFAULT, strategy="solved", **options[-1]))
     plain = with_settings(request.step(ScheduleSettings(strategy="solved")))
@@ -90,7 +90,7 @@ def test_a_plan_says_the_order_and_who_made_it(chosen, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_a_solver_the_choice_stays(monkeypatch):
+def test_solved_plan_without_a_solver_has_a_heuristic_order(monkeypatch):
     monkeypatch.setattr(made, "has_solver", lambda: False)
     request = asked_of(14_000_000)
     step = request.step(ScheduleSettings(strategy="solved"))

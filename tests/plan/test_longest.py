@@ -64,7 +64,7 @@ def lacks(row: LongestRow, tokens: int) -> list[list[str]]:
     ("machine", "memory"),
     [(None, 3_000_000), (GPUS, 3_000_000), (replace(GPUS, host_bytes=100_000), 500_000), (None, 100_000)],
 )
-def test_the_answer_fits_and_a_hundredth_more_does_not(machine, memory):
+def test_longest_row_fits_and_one_percent_more_does_not(machine, memory):
     rows = longest(machine, memory=memory)
     assert set(rows) == set(candidates())
     for row in rows.values():
@@ -80,7 +80,7 @@ def test_the_answer_fits_and_a_hundredth_more_does_not(machine, memory):
 @pytest.mark.slow
 @settings(max_examples=2, deadline=None)
 @given(memory=st.integers(20_000, 5_000_000), more=st.integers(0, 500_000), host=st.integers(1, 500_000))
-def test_more_memory_never_shortens(memory, more, host):
+def test_more_memory_never_shortens_the_longest_row(memory, more, host):
     few = longest(replace(GPUS, host_bytes=host), memory=memory)
     on_devices = longest(replace(GPUS, host_bytes=host), memory=memory + more)
     on_hosts = longest(replace(GPUS, host_bytes=host + more), memory=memory)
@@ -89,7 +89,7 @@ def test_more_memory_never_shortens(memory, more, host):
 
 
 @pytest.mark.slow
-def test_offloading_lengthens_where_the_host_has_memory_and_is_not_used_where_it_has_none():
+def test_offloading_lengthens_rows_only_with_host_memory():
     memory = 500_000
     processors, none = longest(memory=memory), longest(replace(GPUS, host_bytes=1), memory=memory)
     some, any_ = longest(replace(GPUS, host_bytes=200_000), memory=memory), longest(GPUS, memory=memory)
@@ -105,7 +105,7 @@ def test_offloading_lengthens_where_the_host_has_memory_and_is_not_used_where_it
         assert [DEVICE in one for one in over] == [n < used[2] for n in range(LAYERS + 1)], "no more than needed"
 
 
-def test_what_binds_is_named():
+def test_limit_of_the_longest_row_is_named():
     memory = 500_000
     assert {row.binds for row in longest(memory=memory).values()} == {DEVICE}
     assert {row.binds for row in longest(GPUS, memory=memory).values()} == {DEVICE}
@@ -117,7 +117,7 @@ def test_what_binds_is_named():
     assert "--memory" in free.reason
 
 
-def test_buffers_are_the_usual_ones_where_the_row_leaves_room_for_them():
+def test_buffers_shrink_only_if_the_row_needs_their_memory():
     names = ("look_ahead", "gradient_buffers")
     for memory, expected in ((10**9, DEFAULT), (500_000, replace(DEFAULT, **LEAN))):
         for row in longest(memory=memory, most=MOST if memory < 10**9 else 64).values():
@@ -125,7 +125,7 @@ def test_buffers_are_the_usual_ones_where_the_row_leaves_room_for_them():
             assert [getattr(row.step.settings, name) for name in names] == [getattr(expected, name) for name in names]
 
 
-def test_nothing_fits_and_what_lacks_is_said():
+def test_missing_memory_is_named_if_no_row_fits():
     found = Longest.of(asked_of(memory=1000))
     assert found.best is None and found.fastest is None and found.memory == ""
     assert {row.tokens for row in found.rows} == {0} and {row.binds for row in found.rows} == {DEVICE}
@@ -137,7 +137,7 @@ def found_json(found: Longest) -> list[dict]:
     return json.loads(found.json_text())["longest"]
 
 
-def test_the_fastest_is_looked_for_among_the_longest():
+def test_fastest_strategy_is_chosen_among_the_longest_rows():
     found = Longest.of(asked_of(memory=500_000))
     best, fastest = found.best, found.fastest
     assert best is not None and fastest is not None and found.rows[0] is best
@@ -147,7 +147,7 @@ def test_the_fastest_is_looked_for_among_the_longest():
     assert best.strategy in found.reason and fastest.strategy in found.reason and f"{best.tokens:,}" in found.reason
 
 
-def test_one_node_has_no_second_name_for_a_strategy():
+def test_strategies_that_coincide_on_one_node_are_listed_once():
     rows = longest(uniform(1, 4, between=LinkModel(1e9), inside=LinkModel(1e8)), memory=500_000)
     assert rows["tawpipe-step"].tokens == 0 and "the same as" in rows["tawpipe-step"].why_not
     assert rows["flat"].tokens
@@ -173,7 +173,7 @@ def saved(folder: Path, **changes: Any) -> str:
 
 
 @pytest.mark.slow
-def test_a_model_of_8_b_parameters_on_24_devices(tmp_path):
+def test_longest_row_of_an_8b_model_on_24_devices_offloads_layers(tmp_path):
     machine = machine_of("3x8@10gbit", device=Device("H100"))
     model = saved(tmp_path, max_position_embeddings=MOST_TOKENS)
     asked = request_for(model, machine, sequence_length=None, global_batch=24, memory_bytes=75 << 30)
@@ -188,7 +188,7 @@ def test_a_model_of_8_b_parameters_on_24_devices(tmp_path):
     assert _longest_of(some, find("flat"), POSITIONS).binds == HOST
 
 
-def test_a_row_ends_with_the_models_positions(tmp_path):
+def test_longest_row_ends_at_the_model_positions(tmp_path):
     machine = machine_of("3x8@10gbit", device=Device("H100"))
     asked = request_for(saved(tmp_path, num_hidden_layers=2, max_position_embeddings=4096), machine,
                        sequence_length=None, global_batch=24, memory_bytes=75 << 30)  # fmt: skip
@@ -198,7 +198,7 @@ def test_a_row_ends_with_the_models_positions(tmp_path):
     assert "at least " in _longest_of(asked, find("weipipe"), POSITIONS).why_not
 
 
-def test_a_hybrid_of_9_b_on_one_device_has_its_state_in_the_host(tmp_path):
+def test_longest_row_of_a_9b_hybrid_on_one_device_uses_host_homes(tmp_path):
     config = Qwen3_5TextConfig(
         hidden_size=4096,
         num_hidden_layers=32,
@@ -229,7 +229,7 @@ SMALL |= {"num_key_value_heads": 4, "vocab_size": 500, "max_position_embeddings"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_strategies", "short_past")
-def test_the_command(tmp_path, capsys):
+def test_longest_command_prints_table_json_and_page(tmp_path, capsys):
     pytest.importorskip("plotly")
     page = tmp_path / "page.html"
     words = [*WORDS, "--model", saved(tmp_path, **SMALL)]
@@ -255,7 +255,7 @@ def test_the_command(tmp_path, capsys):
     assert main([*words, "--sequence-length", "64", "--memory", "0.001"]) == 1
 
 
-def test_positions_of_a_table_end_the_row(tmp_path, capsys):
+def test_position_table_limits_the_longest_row(tmp_path, capsys):
     GPT2Config(vocab_size=500, n_embd=32, n_layer=4, n_head=2, n_positions=40).save_pretrained(tmp_path)
     words = [*WORDS, "--model", str(tmp_path)]
     assert main([*words, "--json"]) == 0
@@ -277,11 +277,11 @@ def test_positions_of_a_table_end_the_row(tmp_path, capsys):
         (["--report", "nowhere/page.html"], "--report"),
     ],
 )
-def test_complaints(words, reason, capsys):
+def test_options_incompatible_with_longest_are_refused(words, reason, capsys):
     assert main([*WORDS, *words]) == 2
     assert reason in capsys.readouterr().err
 
 
-def test_a_plan_for_a_length_needs_it(capsys):
+def test_plan_without_a_sequence_length_names_required_options(capsys):
     assert main(["plan", "--model", "tiny", "--topology", "1x1"]) == 2
     assert "required: --sequence-length, --global-batch" in capsys.readouterr().err

@@ -31,14 +31,14 @@ MACHINE = Machine(
 )
 
 
-def test_a_file_comes_back(tmp_path):
+def test_machine_file_reads_back_equal(tmp_path):
     save_machine(MACHINE, tmp_path / "a.yaml", notes="measured\ntoday")
     assert (tmp_path / "a.yaml").read_text().startswith("# measured\n# today\n")
     assert load_machine(tmp_path / "a.yaml") == MACHINE
     assert MACHINE.topology == Topology(((0, 1, 2, 3), (4, 5))) and MACHINE.world_size == 6
 
 
-def test_links_without_a_limit_come_back(tmp_path):
+def test_unlimited_links_read_back_equal(tmp_path):
     free = Machine((1,), LinkModel(math.inf), LinkModel(math.inf))
     save_machine(free, tmp_path / "a.yaml")
     assert load_machine(tmp_path / "a.yaml") == free
@@ -63,20 +63,20 @@ def test_links_without_a_limit_come_back(tmp_path):
         ({"gpus": 8}, "got 'gpus'"),
     ],
 )
-def test_contradictions_are_named(change, reason):
+def test_contradictions_in_a_machine_file_are_named(change, reason):
     content = {"format": 1, "nodes": [2, 2], "between": {"gbit_per_s": 10}, "inside": {"gbyte_per_s": 10}} | change
     with pytest.raises(UserError, match=reason):
         machine_from(content)
 
 
-def test_several_nodes_need_a_link():
+def test_missing_link_of_several_nodes_is_named():
     with pytest.raises(UserError, match="between: got None; the link of a node to the others"):
         machine_from({"format": 1, "nodes": [2, 2], "inside": {"gbyte_per_s": 10}})
     with pytest.raises(UserError, match="inside: got None"):
         machine_from({"format": 1, "nodes": [2], "between": {"gbit_per_s": 10}})
 
 
-def test_topologies_in_short(tmp_path):
+def test_short_topologies_are_parsed_and_wrong_ones_refused(tmp_path):
     made = machine_of("3x8@10gbit", device=Device("CPU"))
     assert made.nodes == (8, 8, 8) and made.between.bytes_per_s == 1.25e9 and made.inside.shared
     assert machine_of("1x4", device=Device("NVIDIA H100")).nodes == (4,)
@@ -98,14 +98,14 @@ LOOPBACK = "nodes 0 and 1 are on one machine: their link is the loopback, not a 
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])
-def test_everybody_meets_everybody_once(count):
+def test_tournament_pairs_every_two_nodes_once(count):
     rounds = list(tournament(count, 99))
     met = [pair for pairs in rounds for pair in pairs]
     assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     assert all(len({one for pair in pairs for one in pair}) == 2 * len(pairs) for pairs in rounds)
 
 
-def test_the_probe_finds_the_nodes(pool):
+def test_probe_finds_equal_nodes_and_links_on_all_ranks(pool):
     """The numbers are those of a loopback; what counts is that all ranks agree and nothing is odd by construction."""
     found = pool.run("cases:probed", 2, 2)
     machine, rates, *_ = found[0]
@@ -124,20 +124,20 @@ def test_the_probe_finds_the_nodes(pool):
         ("aaaa", (False, LOOPBACK)),
     ],
 )
-def test_nodes_on_one_machine_are_said_to_be(stacks, answer):
+def test_nodes_on_one_machine_are_detected_as_loopback(stacks, answer):
     assert loopback(stacks, [[0, 1], [2, 3]]) == answer
     assert loopback(stacks, [[0, 1, 2, 3]]) == (True, "")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_strategies")
-def test_a_plan_for_the_machine_that_it_is_made_on(capfd):
+def test_plan_with_topology_probe_measures_this_machine(capfd):
     words = ["plan", "--model", "tiny", "--vocab-size", "300", "--topology", "probe", "--sequence-length", "64"]
     assert main([*words, "--global-batch", "4", "--dtype", "float32", "--device", "cpu", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["chosen"]
 
 
-def test_links_of_gpus_are_measured_by_what_strategies_do(monkeypatch):
+def test_gpu_links_take_the_slower_of_pairs_and_collectives(monkeypatch):
     """Where gathers of all groups at once are slower than pairs, they count; and a machine knows what a group takes."""
     asked: list[tuple[str, int, int]] = []
 
@@ -159,7 +159,7 @@ def test_links_of_gpus_are_measured_by_what_strategies_do(monkeypatch):
 
 
 @pytest.mark.parametrize(("rate", "kind", "some"), [(50e9, "cuda", True), (1e8, "cuda", False), (50e9, "cpu", False)])
-def test_large_messages_of_gpus_go_several_times_in_a_row(rate, kind, some):
+def test_large_gpu_messages_are_repeated_if_too_short_to_time(rate, kind, some):
     """Where the largest one is over before the host has looked; on a slow link one is long enough."""
     sent: list[tuple[int, int]] = []
     world: Any = SimpleNamespace(
@@ -182,7 +182,7 @@ def test_large_messages_of_gpus_go_several_times_in_a_row(rate, kind, some):
     assert (size == probe_module.LARGEST_CUDA_BYTES) is some
 
 
-def test_what_a_group_takes_is_measured_where_nccl_runs(monkeypatch):
+def test_communicator_memory_is_measured_only_with_nccl(monkeypatch):
     monkeypatch.setattr(probe_module, "_Ruler", lambda _: None)
     monkeypatch.setattr(probe_module, "network_stack", lambda: "one")
     monkeypatch.setattr(probe_module, "_inside", lambda *_: (MACHINE.inside, []))
@@ -200,7 +200,7 @@ def test_what_a_group_takes_is_measured_where_nccl_runs(monkeypatch):
         assert probe_module.probe(world).machine.device.communicator_bytes == taken
 
 
-def test_messages_of_gpus_are_timed_by_events(monkeypatch):
+def test_gpu_messages_are_timed_by_events(monkeypatch):
     """The stand-in's clock runs on the device alone; some messages go between two events."""
     state = {"at": 0.0, "sent": 0}
 

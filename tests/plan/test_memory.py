@@ -80,7 +80,7 @@ def chain() -> Chain:
 # measuring
 
 
-def test_a_peak_sees_what_comes_and_goes():
+def test_peak_includes_temporary_memory_and_kernel_scratch():
     kept = []
 
     def leaves() -> None:
@@ -99,7 +99,7 @@ def test_a_peak_sees_what_comes_and_goes():
     assert third.after == 0
 
 
-def test_on_a_gpu_the_allocator_is_asked(monkeypatch):
+def test_gpu_peak_is_read_from_the_allocator(monkeypatch):
     """What was there before counts as little as on a CPU: weights, and the input of a layer."""
     state = {"now": 100, "most": 900}
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: state["now"])
@@ -112,14 +112,14 @@ def test_on_a_gpu_the_allocator_is_asked(monkeypatch):
     assert peaks([part, part], torch.device("cuda")) == [Peak(0, 600, 200), Peak(200, 600, 200)]
 
 
-def test_four_counts_of_what_a_gpu_has_given(monkeypatch):
+def test_taken_memory_has_four_counts_of_a_gpu(monkeypatch):
     said = {"allocated_bytes.all.peak": 1, "active_bytes.all.peak": 2, "reserved_bytes.all.peak": 3}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: said)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (6, 10))
     assert Taken.of(torch.device("cuda")) == Taken(allocated=1, active=2, reserved=3, driver=4)
 
 
-def test_planning_gives_its_memory_back(monkeypatch):
+def test_planning_frees_its_memory_even_after_an_error(monkeypatch):
     """Also if it fails; nothing refers to what was measured when the allocator is asked to let go of it."""
     done: list[Any] = []
     monkeypatch.setattr(memory_module, "gc", SimpleNamespace(collect=lambda: done.append("collected")))
@@ -141,7 +141,7 @@ def test_planning_gives_its_memory_back(monkeypatch):
     assert given == [CPU, CPU]
 
 
-def test_a_gpu_is_warm_and_runs_for_long_before_a_time_counts(monkeypatch):
+def test_gpu_timing_warms_up_and_runs_long_enough(monkeypatch):
     """The stand-in runs twice as fast for its first second and a half, and is only asked whether it is done."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     now, runs = [0.0], []
@@ -181,7 +181,7 @@ USUAL_STEPS = ("full", [512]), ("selective", [128] * 4), ("none", [512])
         for documents in ([512], [128] * 4)
     ],
 )
-def test_a_step_holds_what_was_predicted(measured_once, recompute, documents):
+def test_step_memory_matches_the_prediction(measured_once, recompute, documents):
     asked = measured_once(tuple(documents))
     settings = replace(asked.settings, recompute=recompute)
     parts = memory_of(asked, build(asked.step(settings))).parts
@@ -200,7 +200,7 @@ def test_a_step_holds_what_was_predicted(measured_once, recompute, documents):
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8"])
-def test_what_dequantising_takes_is_in_the_plan(tmp_path, form):
+def test_dequantization_memory_matches_the_prediction(tmp_path, form):
     """On a row so short that nothing takes more."""
     CONFIG.save_pretrained(tmp_path)
     frozen = ["model.embed_tokens", "model.layers", "lm_head"]
@@ -226,7 +226,7 @@ def test_what_dequantising_takes_is_in_the_plan(tmp_path, form):
     assert estimated.unpacking == of_mlp
 
 
-def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
+def test_nf4_base_memory_and_seconds_match_the_prediction(tmp_path):
     """Homes, buffers with the room to dequantise in, working memory; and seconds for every visit."""
     CONFIG.save_pretrained(tmp_path)
     settings, patterns = ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=256), ["model.layers.[01]"]
@@ -264,7 +264,7 @@ def test_a_base_in_4_bits_is_planned_as_it_is_held(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_past")
-def test_a_row_in_chunks_holds_what_was_predicted(tmp_path):
+def test_chunked_row_memory_matches_the_prediction(tmp_path):
     """More tokens than it is measured with: of a chunk fixed, of keys and values for every token."""
     CONFIG.save_pretrained(tmp_path)
     files = {"offloaded_layers": 3, "offload_dir": str(tmp_path)}
@@ -286,7 +286,7 @@ def test_a_row_in_chunks_holds_what_was_predicted(tmp_path):
     assert parts["activations"] + parts["working"] == pytest.approx(measured, rel=0.05)
 
 
-def test_a_layers_output_is_the_next_layers_input_and_counts_once():
+def test_layer_output_shared_as_next_input_counts_once():
     model = chain()
     model.prepare(CPU, torch.float32)
     found = kept_per_token(model)
@@ -296,7 +296,7 @@ def test_a_layers_output_is_the_next_layers_input_and_counts_once():
     assert found["kept"] == 2 * 128 * FLOAT + 2 * FLOAT, "its input, attention's output, and a number for every head"
 
 
-def test_rows_of_twice_as_many_tokens_as_a_layer_is_wide_are_long_enough(monkeypatch):
+def test_rows_of_twice_the_layer_width_are_long_enough_to_measure_memory(monkeypatch):
     """In shorter ones the gradient of a matrix hides what is computed for all tokens."""
     needed = {}
     for most in (CONFIG.hidden_size // 2, 2 * CONFIG.hidden_size, 8 * CONFIG.hidden_size):
@@ -311,7 +311,7 @@ def test_rows_of_twice_as_many_tokens_as_a_layer_is_wide_are_long_enough(monkeyp
     ("width", "free_gib", "tokens", "most"),
     [(4096, 70, 32_768, 8192), (4096, 70, 33_000, 8191), (5000, 70, 4096, 10_240), (8192, 8, 4096, 4096)],
 )
-def test_a_gpu_weighs_rows_as_long_as_that_if_it_has_room(monkeypatch, caplog, width, free_gib, tokens, most):
+def test_gpu_measures_memory_in_rows_as_long_as_free_memory_allows(monkeypatch, caplog, width, free_gib, tokens, most):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib << 30, 80 << 30))
     bench: Any = SimpleNamespace(device=torch.device("cuda"), boundary=2 * width, chain=SimpleNamespace(width=width))
     assert memory_of_blocks._longest(bench, tokens) == most and not caplog.text
@@ -321,7 +321,7 @@ def test_a_gpu_weighs_rows_as_long_as_that_if_it_has_room(monkeypatch, caplog, w
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_estimate_is_near_what_is_measured(dtype):
+def test_estimated_memory_is_close_to_measured_memory(dtype):
     measured = measure_memory(Bench(chain(), CPU, dtype, 256), tokens=512)
     estimated = estimate_memory(chain(), dtype=dtype, chunk_tokens=256)
     tokens = 100_000
@@ -332,7 +332,7 @@ def test_an_estimate_is_near_what_is_measured(dtype):
     assert estimated.kept["ctx"] == pytest.approx(measured.kept["ctx"], rel=0.2)
 
 
-def test_logits_of_a_long_row_are_those_of_one_chunk_however_short_the_rows_that_were_measured():
+def test_logits_memory_of_a_long_row_is_that_of_one_chunk():
     schedule = build(step_of(plan_request(), "flat"))
     head = next(one for one in schedule.programs[0] if one.op is Op.BACKWARD and one.block == LAYERS + 1)
     short, long = (measure_memory(Bench(chain(), CPU, torch.float32, 512), tokens=n) for n in (256, 2048))
@@ -344,7 +344,7 @@ def test_logits_of_a_long_row_are_those_of_one_chunk_however_short_the_rows_that
 # adding up
 
 
-def test_activations_and_working_set_are_those_of_one_moment():
+def test_activation_and_working_bytes_are_of_one_moment():
     asked = plan_request()
     step = step_of(asked, "flat", recompute="none")
     schedule, sizes = build(step), asked.activation_bytes
@@ -355,14 +355,14 @@ def test_activations_and_working_set_are_those_of_one_moment():
     assert least <= at_the_start.activation_bytes < peak_activations(schedule, 0, sizes)
 
 
-def test_pinned_memory_comes_in_powers_of_two():
+def test_pinned_memory_is_rounded_up_to_powers_of_two():
     memory = BlockMemory(48, {})
     assert memory.activations(100)[Kind.OFFLOADED] == 4800
     assert memory.activations(100, pinned=True)[Kind.OFFLOADED] == 8192
     assert memory.activations(100, pinned=True)[Kind.INPUT] == 4800
 
 
-def test_a_node_holds_what_all_its_devices_offload():
+def test_node_memory_counts_offloads_of_all_its_devices():
     asked = plan_request(GPUS)
     step = step_of(asked, "flat", offloaded_layers=LAYERS)
     needs = memory_of(asked, build(step))
@@ -372,7 +372,7 @@ def test_a_node_holds_what_all_its_devices_offload():
     assert on_cpus.host == 0 and on_cpus.parts["host"] == LAYERS * 200, "where devices compute in the host's memory"
 
 
-def test_exact_values_of_frozen_weights_are_on_the_host():
+def test_exact_frozen_weights_are_counted_on_the_host():
     asked = plan_request(GPUS)
     units = tuple(replace(unit, trainable=False) if i == 1 else unit for i, unit in enumerate(asked.model.units))
     frozen = replace(asked, model=replace(asked.model, units=units), widths=replace(asked.widths, exact=4))
@@ -380,7 +380,7 @@ def test_exact_values_of_frozen_weights_are_on_the_host():
     assert memory_of(frozen, schedule).host == 2 * 4 * schedule.home_elements(0, trainable=False) > 0
 
 
-def test_what_a_gpu_keeps_for_one_stream_is_counted():
+def test_stream_private_gpu_memory_is_counted():
     """Where activations travel; on a CPU it is a share of them, whatever travels."""
     asked = plan_request(GPUS)
     parts = memory_of(asked, build(step_of(asked, "1f1b"))).parts
@@ -391,7 +391,7 @@ def test_what_a_gpu_keeps_for_one_stream_is_counted():
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_what_copies_to_the_host_pass_through_is_there_all_the_time(recompute):
+def test_offload_staging_buffers_are_counted_in_the_working_memory(recompute):
     """The head's peak counts it too, of which no rows wait in the host's memory."""
     asked, how = plan_request(GPUS), {"sequence_chunk": 2, "recompute": recompute}
     memory = replace(asked.profile.memory, working={"head": {"backward full": (10**6, 0)}})
@@ -414,7 +414,7 @@ def test_the_driver_and_every_communicator_are_counted():
     assert memory_quickly(one, step_of(one, "flat")).parts["system"] == 1000
 
 
-def test_what_the_driver_takes_is_measured_where_it_can_be(monkeypatch):
+def test_driver_memory_is_measured_on_gpus_and_assumed_elsewhere(monkeypatch):
     gpu = replace(GPUS, device=Device("H100"))
     assert system_of(gpu, CPU) == (DRIVER_BYTES + COMMUNICATOR_BYTES, COMMUNICATOR_BYTES), "that of all processes, too"
     measured = replace(gpu, device=replace(gpu.device, communicator_bytes=1 << 30))
@@ -429,7 +429,7 @@ def test_what_the_driver_takes_is_measured_where_it_can_be(monkeypatch):
     assert process > 2**26 and groups == 0
 
 
-def test_a_run_whose_groups_leave_too_little_is_refused_before_its_first_step(monkeypatch):
+def test_run_whose_groups_leave_too_little_memory_is_refused(monkeypatch):
     """The stand-in driver has 80 GiB, of which homes take 10 and step and buffers will take 50."""
     state = {"free": 80 - 12}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"] << 30, 80 << 30))
@@ -447,7 +447,7 @@ def test_a_run_whose_groups_leave_too_little_is_refused_before_its_first_step(mo
     check_left(alone(CPU), {}, needs)
 
 
-def test_the_hosts_memory_is_in_the_machines_file():
+def test_host_memory_is_saved_in_the_machine_file():
     machine = replace(GPUS, host_bytes=3 << 30)
     assert machine_from(spell_machine(machine)).host_bytes == 3 << 30
     assert machine_from(spell_machine(GPUS)).host_bytes == 0
@@ -460,7 +460,7 @@ def test_the_hosts_memory_is_in_the_machines_file():
 # fitting
 
 
-def test_layers_are_offloaded_only_where_the_host_holds_them():
+def test_layers_are_offloaded_only_if_the_host_holds_them():
     lean = {"look_ahead": 1, "gradient_buffers": 1, "step_cache": 0}
     free = plan_request(GPUS)
     needs = {
@@ -475,7 +475,7 @@ def test_layers_are_offloaded_only_where_the_host_holds_them():
         assert found.prediction is not None and fits(asked, found.prediction.needs) == good
 
 
-def test_ways_out_fit_and_say_what_they_cost():
+def test_remedies_fit_and_give_their_step_seconds():
     asked = plan_request(micro_batch=1)
     step = step_of(asked, "tawpipe-spread", recompute="none", micro_batches_per_visit=4)
     full = memory_quickly(asked, with_settings(step, recompute="full")).device
@@ -488,7 +488,7 @@ def test_ways_out_fit_and_say_what_they_cost():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_strategies")
-def test_nothing_fits_and_the_plan_says_what_would(capsys, monkeypatch):
+def test_plan_suggests_a_change_if_nothing_fits(capsys, monkeypatch):
     monkeypatch.setattr(measure_module, "resident_memory", lambda: 0)  # it differs from one moment to the next
     monkeypatch.setattr(would_fit, "CHANGES", ())
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
@@ -507,7 +507,7 @@ def test_nothing_fits_and_the_plan_says_what_would(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("nodes", "rows"), [((1, 1, 1), 2), ((2, 2), 8)])
-def test_what_ranks_hold_does_not_depend_on_links(nodes: tuple[int, ...], rows: int):
+def test_memory_quickly_equals_the_full_count_for_every_strategy(nodes: tuple[int, ...], rows: int):
     """One stands for all that do alike, and holds as much as the fullest of them built one by one."""
     link = LinkModel(2e5, 1e-5)
     machine = Machine(nodes, link, link, {0: replace(link, bytes_per_s=5e4)}, device=Device("H100"))

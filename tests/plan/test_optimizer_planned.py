@@ -23,7 +23,7 @@ from tawpipe.schedule.sizes.footprint import Widths
 from tawpipe.schedule.strategies.table import find
 
 
-def test_a_plan_keeps_units_whole_where_the_optimizer_asks_for_it():
+def test_plan_keeps_units_whole_for_muon():
     asked = plan_request(needs_whole="Muon", global_batch=4)
     found = search(asked)
     assert Plan.of(asked, found).chosen.strategy == "tawpipe-whole"  # type: ignore[union-attr]
@@ -35,7 +35,7 @@ def test_a_plan_keeps_units_whole_where_the_optimizer_asks_for_it():
         step_of(asked, "hsdp")
 
 
-def test_memory_and_seconds_are_those_of_every_unit():
+def test_memory_and_seconds_count_optimizer_costs_per_unit():
     alike, units = plan_request(), len(plan_request().model.units)
     step = step_of(alike, "tawpipe-whole")
     same = replace(
@@ -51,7 +51,7 @@ def test_memory_and_seconds_are_those_of_every_unit():
     assert (again.widths, again.profile.update_of) == (ends.widths, slow.profile.update_of)
 
 
-def test_updates_cost_what_the_optimizer_does():
+def test_update_costs_follow_from_the_optimizer():
     units = Chain(build_model("tiny", vocab_size=500, max_positions=64).model).units
     muon, adafactor, adamw = (BY_NAME[name](1e-3) for name in ("muon", "adafactor", "adamw"))
     assert states_of(adamw, units) == 2

@@ -46,7 +46,7 @@ def uneven(nodes: int = 3, local: int = 1, **changes) -> PlanRequest:
     kind=st.sampled_from([{}, {"tied": True}, {"lora": True}]),
     data=st.data(),
 )
-def test_exchanges_carry_what_the_schedule_does(strategy, nodes, local, scopes, kind, data):
+def test_placement_exchanges_equal_the_schedule_traffic(strategy, nodes, local, scopes, kind, data):
     """The sum over all exchanges, link by link and direction by direction."""
     machine = uniform(nodes, local, between=LinkModel(1.0), inside=LinkModel(1e8))
     asked = plan_request(machine, widths=Widths(1, 1, 4, 2), model=llama(6, **kind))
@@ -69,7 +69,7 @@ def test_exchanges_carry_what_the_schedule_does(strategy, nodes, local, scopes, 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-striped", "tawpipe-whole"])
 @pytest.mark.parametrize("full_duplex", [True, False])
-def test_moves_are_as_good_as_trying_all(strategy, full_duplex):
+def test_home_moves_are_as_good_as_exhaustive_search(strategy, full_duplex):
     machine = Machine((1, 1), FAST, LinkModel(1e8), {0: replace(SLOW, full_duplex=full_duplex)})
     asked = plan_request(machine, global_batch=6)
     step = step_of(asked, strategy)
@@ -91,7 +91,7 @@ def test_even_nodes_keep_homes_in_turn():
     assert find_homes(alone, step_of(alone, "tawpipe-whole")) is None
 
 
-def test_a_slow_link_keeps_less_and_the_plan_says_where():
+def test_node_with_a_slow_link_keeps_fewer_homes():
     asked = uneven()
     steps = {name: step_of(asked, name) for name in ("tawpipe-spread", "tawpipe-striped")}
     spread, striped = (settle(asked, Candidate(name, step, predict(asked, step), True)) for name, step in steps.items())
@@ -105,7 +105,7 @@ def test_a_slow_link_keeps_less_and_the_plan_says_where():
 
 
 @pytest.mark.slow
-def test_homes_stay_in_memory():
+def test_homes_stay_within_the_memory_limits():
     """Nothing is kept beyond what homes in turn need, unless a limit leaves room for it."""
     asked = uneven(local=2)
     for strategy in ("tawpipe-striped", "tawpipe-whole"):
@@ -134,20 +134,20 @@ def test_groups_of_one_machine_send_nothing_over_its_link():
     assert found is not None and found.seconds[ONE_BY_ONE] <= found.seconds[IN_TURN]
 
 
-def test_links_without_a_rate_leave_nothing_to_choose():
+def test_links_without_a_rate_keep_homes_in_turn():
     asked = plan_request(Machine((2, 4), LinkModel(float("inf"), 1e-5), LinkModel(1e8)), global_batch=12)
     found = find_homes(asked, step_of(asked, "tawpipe-striped"))
     assert found is not None and not found.of_unit and "takes time" in str(found)
 
 
-def test_many_nodes_are_not_searched_for_minutes():
+def test_home_search_is_skipped_on_many_nodes():
     asked = plan_request(Machine((1,) * 64, FAST, LinkModel(1e8), {0: SLOW}), global_batch=64, model=llama(62))
     found = find_homes(asked, step_of(asked, "tawpipe-striped"))
     assert found is not None and "not tried on 64 nodes" in str(found)
 
 
 @pytest.mark.parametrize("text", ["1;2", "one", "-1", "0,,1", "1.5", "²"])
-def test_a_damaged_list_of_homes_is_refused(text):
+def test_malformed_homes_text_is_refused(text):
     with pytest.raises(UserError, match="homes"):
         parse_homes(text)
 
@@ -162,7 +162,7 @@ def test_a_damaged_list_of_homes_is_refused(text):
         ("tawpipe-whole", (0, 1, 2, 4, 1, 0), "6 processes, one for every unit, from 0 to 3"),
     ],
 )
-def test_homes_that_cannot_be(strategy, homes, reason):
+def test_impossible_homes_are_refused(strategy, homes, reason):
     model = llama(3)
     assert len(model.units) == 6
     with pytest.raises(UserError, match=reason):
@@ -179,7 +179,7 @@ def test_homes_that_cannot_be(strategy, homes, reason):
         ("tawpipe-striped", {}, "CPU", 0.5),
     ],
 )
-def test_homes_in_the_hosts_memory_are_spread_over_the_hosts(strategy, kind, gpu, smaller):
+def test_host_homes_all_are_spread_over_the_hosts(strategy, kind, gpu, smaller):
     """Devices keep nothing of them, whichever has less memory: what has room is a host, or the CPU itself."""
     devices = [Device(gpu, 10**9)] * 2 + [Device(gpu, int(10**9 * smaller))] * 2
     machine = Machine((2, 2), FAST, LinkModel(1e8), {0: SLOW}, device=devices[0], host_bytes=10**6)
@@ -194,7 +194,7 @@ def test_homes_in_the_hosts_memory_are_spread_over_the_hosts(strategy, kind, gpu
         assert gpu == "CPU" or not homes or set(nodes) == {0, 1}
 
 
-def test_hosts_with_more_memory_may_keep_more():
+def test_hosts_with_more_memory_may_keep_more_homes():
     steps = []
     for host_bytes in (0, 10**9):
         machine = Machine((2, 2), FAST, LinkModel(1e8), {0: SLOW}, device=Device("H100"), host_bytes=host_bytes)

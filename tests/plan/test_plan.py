@@ -57,7 +57,7 @@ from tawpipe.train.settings.config import load_config
 
 
 @given(fixed=st.floats(0, 1e-2), token=st.floats(1e-7, 1e-4), pair=st.sampled_from([0.0, 1e-9, 1e-7]))
-def test_a_fit_finds_what_made_the_seconds(fixed, token, pair):
+def test_fit_recovers_the_terms_of_block_seconds(fixed, token, pair):
     sizes = [size_of([n]) for n in (1000, 500, 250)] + [size_of([125] * 8)]
     truth = Seconds(fixed, token, pair)
     found = fit(sizes, [truth.of(size) for size in sizes])
@@ -66,12 +66,12 @@ def test_a_fit_finds_what_made_the_seconds(fixed, token, pair):
     assert min(found.fixed, found.per_token, found.per_pair) >= 0
 
 
-def test_a_fit_has_no_negative_part():
+def test_fit_has_no_negative_terms():
     sizes = [size_of([n]) for n in (1000, 500, 250)]
     assert min(vars(fit(sizes, [1.0, 0.9, 0.1])).values()) >= 0
 
 
-def test_nothing_takes_no_time():
+def test_fit_of_zero_seconds_is_zero():
     assert fit([size_of([n]) for n in (1000, 500, 250)], [0.0, 0.0, 0.0]) == Seconds()
 
 
@@ -80,7 +80,7 @@ def tiny(**changes) -> Chain:
     return Chain(model, **changes)
 
 
-def test_a_plan_knows_what_is_frozen():
+def test_plan_counts_frozen_parameters():
     """Adapters beside frozen layers, layers frozen among others, and first ones through which no gradient passes."""
     machine = machine_of("1x2", device=Device("H100"))
     asked: dict[str, Any] = {"sequence_length": 64, "global_batch": 4}
@@ -106,7 +106,7 @@ def test_a_plan_knows_what_is_frozen():
     assert [3] in bench.kinds().values()
 
 
-def test_a_measured_profile_has_a_cost_for_every_block():
+def test_measured_profile_has_costs_of_every_block():
     found = measure(tiny(), dtype=torch.float32, device=torch.device("cpu"), tokens=256)
     size = size_of([256])
     assert len(found.blocks) == 10
@@ -118,7 +118,7 @@ def test_a_measured_profile_has_a_cost_for_every_block():
     assert memory.kept["graph"] > memory.kept["kept"] > memory.boundary == 256 * 4
 
 
-def test_an_estimate_counts_the_operations():
+def test_estimated_profile_counts_matrix_operations():
     chain = tiny()
     found = estimate(chain, dtype=torch.bfloat16, flops=1e12)
     layer, numel = found.blocks[1], chain.units[1].numel
@@ -127,7 +127,7 @@ def test_an_estimate_counts_the_operations():
     assert found.blocks[0].forward == Seconds() and "estimated" in found.source
 
 
-def test_an_estimate_counts_the_experts_that_a_token_meets():
+def test_estimated_profile_counts_active_experts():
     config = tiny_config("mixtral")
     config.num_experts_per_tok = 1
     chain = Chain(AutoModelForCausalLM.from_config(config))
@@ -147,7 +147,7 @@ def test_an_estimate_counts_the_experts_that_a_token_meets():
         (300, torch.bfloat16, "cuda", 300),
     ],
 )
-def test_the_chunk_of_the_head_follows_from_the_vocabulary(given, dtype, device, chunk):
+def test_loss_chunk_follows_from_the_vocabulary_size(given, dtype, device, chunk):
     assert loss_chunk(given, 128256, dtype, device) == chunk
     assert loss_chunk(given, 1000, dtype, device) == (given or 8192)
 
@@ -156,7 +156,7 @@ def test_the_chunk_of_the_head_follows_from_the_vocabulary(given, dtype, device,
     ("reduce_dtype", "row", "chunk", "most"),
     [("float32", 512, 0, 1024), ("same", 65536, 0, 8192), ("float32", 65536, 100, 100), ("same", 512, 0, 1024)],
 )
-def test_a_plan_counts_the_logits_of_one_chunk_and_of_no_more_than_there_is(reduce_dtype, row, chunk, most):
+def test_plan_counts_the_logits_of_one_loss_chunk(reduce_dtype, row, chunk, most):
     """And where gradients travel in bf16, the buffer in which those of the head's chunks are added up."""
     machine = machine_of("2x2@10gbit", device=Device("H100", 2**36))
     chosen = ScheduleSettings(loss_chunk_tokens=chunk, reduce_dtype=reduce_dtype)
@@ -177,7 +177,7 @@ def test_a_plan_counts_the_logits_of_one_chunk_and_of_no_more_than_there_is(redu
     per_rank=st.integers(6, 9),
     scope=st.sampled_from(["visit", "step"]),
 )
-def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
+def test_prediction_from_few_rounds_matches_the_whole_simulation(strategy, per_visit, per_rank, scope):
     asked = plan_request(global_batch=4 * per_rank)
     scope = scope if strategy in ("tawpipe-spread", "hsdp") else "visit"
     step = step_of(asked, strategy, micro_batches_per_visit=per_visit, gradients_scope=scope)
@@ -190,7 +190,7 @@ def test_few_rounds_tell_about_many(strategy, per_visit, per_rank, scope):
     assert bound_of(asked, step) <= made.step_seconds * 1.001
 
 
-def test_more_micro_batches_in_a_pipeline_are_added():
+def test_pipeline_prediction_grows_linearly_with_micro_batches():
     short, longer = plan_request(global_batch=12), plan_request(global_batch=40)
     for kind in ("1f1b", "zero-bubble"):
         layout = laid_out(kind, stages="nodes")
@@ -207,7 +207,7 @@ def found() -> list[Candidate]:
     return search(plan_request())
 
 
-def test_the_search_tries_every_strategy_and_puts_the_best_first(found):
+def test_search_tries_every_strategy_and_sorts_by_seconds(found):
     asked = plan_request()
     known = strategies()
     assert {one.strategy for one in found} == {name for name in known if known[name].candidate}
@@ -220,7 +220,7 @@ def test_the_search_tries_every_strategy_and_puts_the_best_first(found):
     assert plan.chosen.strategy in plan.reason
 
 
-def test_memory_rules_strategies_out(found):
+def test_search_excludes_strategies_above_the_memory_limit(found):
     free = Plan.of(plan_request(), found)
     assert free.chosen is not None and free.chosen.prediction is not None
     least = min(one.prediction.peak_bytes for one in free.candidates if one.prediction is not None)
@@ -235,7 +235,7 @@ def test_memory_rules_strategies_out(found):
         plan.text()
 
 
-def test_what_does_not_fit_is_played_in_the_end_and_only_where_that_is_quick(monkeypatch):
+def test_strategies_that_do_not_fit_are_simulated_once_and_only_if_quick(monkeypatch):
     tight, played = plan_request(memory=1, global_batch=17), list[str]()
     real = searching.predict
     monkeypatch.setattr(
@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_played_in_the_end_and_only_where_that_is_quick(mon
 
 
 @pytest.mark.parametrize("rows", [16, 17])
-def test_one_rank_needs_no_more_than_all_and_says_soon_what_does_not_fit(rows):
+def test_partial_memory_count_never_exceeds_the_full_count(rows):
     asked = plan_request(global_batch=rows)
     for name in ("tawpipe-spread", "flat", "hsdp", "tawpipe-striped", "tawpipe-whole", "weipipe", "1f1b"):
         step = step_of(asked, name)
@@ -264,7 +264,7 @@ def test_one_rank_needs_no_more_than_all_and_says_soon_what_does_not_fit(rows):
             assert feasible.holds(replace(asked, memory_bytes=memory), step) == (memory >= every)
 
 
-def test_where_only_the_hosts_memory_helps_it_is_used_as_little_as_needed():
+def test_search_offloads_as_few_layers_as_the_memory_needs():
     machine = Machine((2, 2), LinkModel(2e5, 1e-5), LinkModel(1e8), host=LinkModel(2e3), device=Device("GPU"))
     (free,) = search_only(plan_request(machine), "tawpipe-spread")
     assert free.step is not None and free.step.settings.offloaded_layers == 0
@@ -280,7 +280,7 @@ def test_where_only_the_hosts_memory_helps_it_is_used_as_little_as_needed():
     assert used == sorted(used) and used[0] == LAYERS // 2
 
 
-def test_pipelines_are_left_out_where_a_model_or_its_layers_do_not_allow_them():
+def test_pipelines_are_excluded_if_the_model_or_compiled_layers_forbid():
     asked = plan_request(why_not_staged="its layers are given what is computed from the embedding")
     with pytest.raises(UserError, match="given what is computed from the embedding"):
         step_of(asked, "1f1b")
@@ -296,7 +296,7 @@ def search_with(monkeypatch, generate) -> None:
 
 
 @pytest.mark.parametrize(("hopeless", "budgets"), [(0.5, {0}), (100, {QUICK, BUDGET})])
-def test_stages_are_searched_for_only_where_a_pipeline_may_win(hopeless, budgets, monkeypatch):
+def test_stages_are_searched_only_if_a_pipeline_may_win(hopeless, budgets, monkeypatch):
     used, generate = set(), SEARCH().generate
     search_with(monkeypatch, lambda *a, budget: used.add(budget) or generate(*a, budget=budget))
     monkeypatch.setattr("tawpipe.plan.search.search.HOPELESS", hopeless)
@@ -304,7 +304,7 @@ def test_stages_are_searched_for_only_where_a_pipeline_may_win(hopeless, budgets
     assert used == budgets and found["generated"].step is not None
 
 
-def test_pipelines_are_planned_where_nothing_else_fits_and_others_would_run_in_chunks():
+def test_pipeline_is_planned_if_nothing_else_fits():
     """They compute whole rows, of which one way to lay them out may fit and another may not."""
     model, one = llama(8), profile(8)
     wide = tuple(replace(unit, numel=10**7) if 0 < unit.blocks[0] < 9 else unit for unit in model.units)
@@ -325,7 +325,7 @@ def test_pipelines_are_planned_where_nothing_else_fits_and_others_would_run_in_c
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickly_generated")
-def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
+def test_mixture_of_experts_that_only_pipelines_can_hold_is_planned(tmp_path):
     """Layers of Qwen3-30B-A3B on two nodes of four devices with 76 GiB: what others gather of a layer is too much."""
     sizes = {"num_hidden_layers": 48, "hidden_size": 2048, "num_experts": 128, "moe_intermediate_size": 768}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 128256}
@@ -344,7 +344,7 @@ def test_a_mixture_of_experts_that_only_pipelines_hold_is_planned(tmp_path):
 
 
 @pytest.mark.parametrize("shorter", [True, False])
-def test_stages_are_looked_for_with_less_memory_too_and_the_better_are_kept(shorter, monkeypatch):
+def test_stages_are_also_searched_with_less_memory_and_the_best_are_kept(shorter, monkeypatch):
     asked, given = plan_request(global_batch=8, memory=1 << 30), list[float]()
 
     def generate(costs, positions, micro_batches, *, budget=0, **more):
@@ -367,7 +367,7 @@ def test_stages_are_looked_for_with_less_memory_too_and_the_better_are_kept(shor
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_stages_of_published_orders_are_taken_where_a_search_does_worse(fits, monkeypatch):
+def test_stages_of_published_orders_are_used_if_the_search_is_worse(fits, monkeypatch):
     """By the plan's clock, which knows more than the search; or where nothing fits that the search has found."""
     asked = plan_request(global_batch=8, memory=1 << 30)
 
@@ -387,7 +387,7 @@ def test_stages_of_published_orders_are_taken_where_a_search_does_worse(fits, mo
 @pytest.mark.slow
 @pytest.mark.usefixtures("quickly_generated")
 @pytest.mark.parametrize("rows", [100_001])
-def test_a_plan_plays_no_more_for_more_rows(rows, monkeypatch):
+def test_plan_simulates_no_more_micro_batches_for_more_rows(rows, monkeypatch):
     """Neither where pipelines are long, nor where some devices have a row more than others."""
     most, play = [0], predicting.play
 
@@ -402,7 +402,7 @@ def test_a_plan_plays_no_more_for_more_rows(rows, monkeypatch):
     assert max(most) <= 2 * searched(4) + 1
 
 
-def test_what_does_not_fit_is_played_once_however_many_ways_were_looked_at(monkeypatch):
+def test_layouts_that_do_not_fit_are_simulated_once_per_strategy(monkeypatch):
     """Sets of several sizes and layouts need memory only to be compared."""
     played_steps, predict = list[str](), searching.predict
 
@@ -420,7 +420,7 @@ def test_what_does_not_fit_is_played_once_however_many_ways_were_looked_at(monke
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch, capsys):
+def test_long_planning_reports_the_current_strategy(monkeypatch, capsys):
     monkeypatch.setattr(searching, "PATIENCE_S", 0.0)
     words = "--model tiny --vocab-size 500 --topology 1x2 --device-name H100 --sequence-length 64 --global-batch 4"
     assert plan_command(words.split()) == 0
@@ -428,7 +428,7 @@ def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch, capsys):
     assert "  planning: tawpipe-spread (0 s so far)\n" in progress and "so far" not in said
 
 
-def test_pipelines_that_are_hopeless_or_take_too_long_are_not_made(monkeypatch):
+def test_hopeless_or_too_costly_pipeline_orders_are_not_made(monkeypatch):
     """Those that are made for costs: others need no search. Balanced stages may be far better than even ones."""
     asked = plan_request(global_batch=8)
     monkeypatch.setattr("tawpipe.plan.search.candidate.QUICK_EFFORT", 1)
@@ -448,7 +448,7 @@ def test_pipelines_that_are_hopeless_or_take_too_long_are_not_made(monkeypatch):
         )
 
 
-def test_slow_links_ask_for_fewer_bytes():
+def test_slow_links_choose_a_strategy_that_sends_fewer_bytes():
     slow, fast = (plan_request(uniform(2, 2, between=LinkModel(rate), inside=LinkModel(1e8))) for rate in (3e3, 1e8))
     chosen = [Plan.of(asked, search_only(asked)).chosen for asked in (slow, fast)]
     assert chosen[0] is not None and chosen[1] is not None
@@ -457,7 +457,7 @@ def test_slow_links_ask_for_fewer_bytes():
     assert "busy" in Plan.of(slow, [chosen[0]]).reason
 
 
-def test_one_node_and_one_device_have_plans():
+def test_plans_exist_for_one_node_and_for_one_device():
     for nodes, local in ((1, 1), (1, 4)):
         asked = plan_request(uniform(nodes, local, between=LinkModel(1e9), inside=LinkModel(1e8)))
         plan = Plan.of(asked, search(asked))
@@ -465,7 +465,7 @@ def test_one_node_and_one_device_have_plans():
         assert plan.as_json()["candidates"][0]["link_bytes"] == 0
 
 
-def test_uneven_nodes_have_plans():
+def test_plans_exist_for_uneven_nodes():
     machine = Machine((4, 2), LinkModel(2e5), LinkModel(1e8))
     found = search_only(plan_request(machine), "tawpipe-striped", "tawpipe-whole", "1f1b")
     assert Plan.of(plan_request(machine), found).chosen is not None
@@ -474,7 +474,7 @@ def test_uneven_nodes_have_plans():
 # the answer
 
 
-def test_the_contract_of_the_json(found):
+def test_plan_json_has_its_documented_keys(found):
     asked = plan_request(flops=1e9, peak_flops=1e12)
     content = json.loads(json.dumps(Plan.of(asked, found).as_json(), allow_nan=False))
     assert content.keys() == {"candidates", "chosen", "reason", "runner_up"}
@@ -487,7 +487,7 @@ def test_the_contract_of_the_json(found):
     assert 0 < first["mfu"] < 1
 
 
-def test_a_saved_plan_is_settings(found, tmp_path):
+def test_saved_plan_loads_as_settings(found, tmp_path):
     plan = Plan.of(plan_request(), found)
     plan.save(tmp_path / "plan.yaml")
     saved = load_plan(tmp_path / "plan.yaml")
@@ -499,21 +499,21 @@ def test_a_saved_plan_is_settings(found, tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["full", "none", "none:2,selective:1,full", "selective:3,full"])
-def test_recompute_is_spelled_as_it_is_read(setting):
+def test_recompute_setting_reads_back_from_its_spelling(setting):
     model = llama(4)
     of_blocks = recompute_of_blocks(setting, model)
     assert recompute_of_blocks(spell_recompute(of_blocks[1:-1]), model) == of_blocks
 
 
 @pytest.mark.parametrize("block_units", [[[0], [1], []], [[0], [1], [2], [9]]])
-def test_blocks_and_units_that_do_not_belong_together_are_a_damaged_plan(block_units):
+def test_plan_with_inconsistent_blocks_and_units_is_refused(block_units):
     content = record_of(plan_request(model=llama(1), profile=profile(1)))
     assert len(content["block_units"]) == 3
     with pytest.raises(UserError, match="a plan that `tawpipe plan --save` or a run wrote"):
         request_from({**content, "block_units": block_units}, where="here")
 
 
-def test_what_no_format_had_is_refused():
+def test_unknown_or_mistyped_plan_settings_are_refused():
     with pytest.raises(UserError, match="PLAN: schedule: got 'wings'"):
         planned_settings({"strategy": "flat", "wings": 2}, DEFAULT)
     with pytest.raises(UserError, match="PLAN: schedule: homes: got None; a text"):
@@ -526,7 +526,7 @@ def test_what_no_format_had_is_refused():
 @pytest.mark.parametrize(
     ("device", "dtype"), [pytest.param("cpu", "float32", marks=pytest.mark.slow), ("H100", "bfloat16")]
 )
-def test_a_plan_is_for_the_dtype_that_the_run_will_choose(device, dtype, tmp_path, capsys):
+def test_plan_uses_the_dtype_that_the_run_will_choose(device, dtype, tmp_path, capsys):
     words = [word for word in WORDS if word not in ("--dtype", "float32")]
     assert main([*words, "--device-name", device, "--save", str(tmp_path / "plan.yaml")]) == 0
     assert f"; {dtype} (auto: " in capsys.readouterr().out
@@ -534,7 +534,7 @@ def test_a_plan_is_for_the_dtype_that_the_run_will_choose(device, dtype, tmp_pat
 
 
 @pytest.mark.parametrize("content", ["", "a: [", "format: 7", "- 1"])
-def test_a_broken_plan_is_named(tmp_path, content):
+def test_broken_plan_file_is_named(tmp_path, content):
     (tmp_path / "plan.yaml").write_text(content)
     with pytest.raises(UserError, match="PLAN: got"):
         replay(tmp_path / "plan.yaml")
@@ -549,7 +549,7 @@ WORDS += ["--topology", "2x2@1gbit", "--dtype", "float32", "--device", "cpu", "-
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_the_command(tmp_path, capsys):
+def test_plan_command_explains_and_saves_its_choice(tmp_path, capsys):
     assert main([*WORDS, "--save", str(tmp_path / "plan.yaml"), "--explain", "tawpipe-spread"]) == 0
     said, progress = capsys.readouterr()
     assert "chosen" in said and "tawpipe-spread:" in said and "homes:" in said and "--plan" in said
@@ -580,14 +580,14 @@ def test_the_command(tmp_path, capsys):
         (["--model", "nothing"], "--model"),
     ],
 )
-def test_complaints(words, reason, capsys):
+def test_wrong_plan_options_are_refused_by_name(words, reason, capsys):
     assert main([*WORDS, *words]) == 2
     assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("profile", ["auto", "estimate", "measure"])
 @pytest.mark.parametrize("file", ["", "device: {memory_gib: 80}"])
-def test_devices_that_nobody_names_are_asked_for_at_once(tmp_path, monkeypatch, capsys, file, profile):
+def test_unnamed_device_is_requested_before_the_model_is_built(tmp_path, monkeypatch, capsys, file, profile):
     """A large model is not measured on the processors of a machine that only plans."""
     monkeypatch.setattr("tawpipe.model.files.build.build_model", lambda *_, **__: pytest.fail("went on"))
     (tmp_path / "two.yaml").write_text(f"format: 1\nnodes: [1, 1]\nbetween: {{gbit_per_s: 1}}\n{file}\n")
@@ -598,12 +598,12 @@ def test_devices_that_nobody_names_are_asked_for_at_once(tmp_path, monkeypatch, 
     assert said.startswith("tawpipe: error: --device-name: got 'nothing'") and "H100, " in said and "CPU" in said
 
 
-def test_an_estimate_without_a_known_peak_names_the_device(capsys):
+def test_estimate_for_an_unknown_device_names_the_device(capsys):
     assert main([*WORDS, "--profile", "estimate"]) == 2
     assert "--device-name: got 'CPU'; a device whose peak is known: GB200" in capsys.readouterr().err
 
 
-def test_a_long_measurement_says_what_it_is_at(monkeypatch):
+def test_long_measurement_reports_its_current_block(monkeypatch):
     monkeypatch.setattr("tawpipe.plan.cost.profile.QUIET_S", 0.0)
     said: list[str] = []
     with progress_to(said.append):
@@ -618,7 +618,7 @@ def test_a_long_measurement_says_what_it_is_at(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_rows_longer_than_a_models_positions_are_planned_for_their_documents(tmp_path, capsys):
+def test_rows_beyond_model_positions_are_planned_with_document_lengths(tmp_path, capsys):
     GPT2Config(vocab_size=500, n_embd=32, n_layer=2, n_head=2, n_positions=40).save_pretrained(tmp_path)
     words = [*WORDS, "--model", str(tmp_path)]
     assert main([*words, "--lengths", "30,34"]) == 0
@@ -627,7 +627,7 @@ def test_rows_longer_than_a_models_positions_are_planned_for_their_documents(tmp
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_what_fits_nowhere_ends_with_1(capsys, monkeypatch):
+def test_plan_that_fits_nothing_exits_with_1(capsys, monkeypatch):
     monkeypatch.setattr("tawpipe.plan.answer.would_fit.SECONDS", 0.0)
     monkeypatch.setattr("tawpipe.plan.answer.would_fit.MOST_NODES", 1)
     assert main([*WORDS, "--memory", "0.001"]) == 1
@@ -638,7 +638,7 @@ def test_what_fits_nowhere_ends_with_1(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_plans_agree_and_one_repeats_bit_by_bit(pool, found):
+def test_plans_train_to_equal_losses_and_a_repeated_plan_to_equal_bits(pool, found):
     """The same model and data by five plans: one result within rounding; and one plan twice: the same bits."""
     names = ("tawpipe-spread", "tawpipe-step", "tawpipe-whole", "flat", "hsdp")
     chosen = [one for one in found if one.strategy in names]
@@ -654,19 +654,19 @@ def test_plans_agree_and_one_repeats_bit_by_bit(pool, found):
     assert results[-1][0] == losses and all(torch.equal(value, weights[name]) for name, value in results[-1][1].items())
 
 
-def test_what_a_mixture_of_experts_needs_is_not_guessed():
+def test_flops_of_unknown_expert_models_are_none():
     chain = tiny()
     assert chain_flops(chain, [64])
     chain.config.num_experts = 8
     assert chain_flops(chain, [64]) is None
 
 
-def test_pages_show_parts_of_memory_that_only_some_strategies_have():
+def test_plan_pages_show_memory_parts_of_every_strategy():
     one, other = (SimpleNamespace(memory=parts) for parts in ({"homes": 2**30}, {"homes": 2**31, "apart": 2**29}))
     assert memory_parts([one, other]) == {"homes": [1, 2], "apart": [0, 0.5]}  # type: ignore[list-item]
 
 
-def test_what_transfers_cost_a_layer_beside_them_is_in_the_seconds():
+def test_slowdown_beside_transfers_lengthens_the_predicted_step():
     """Where it was measured, and where there are transfers."""
     quick = LinkModel(1e12)
     for ranks, factor in ((2, 1.25), (1, 1.0)):
@@ -678,7 +678,7 @@ def test_what_transfers_cost_a_layer_beside_them_is_in_the_seconds():
         assert beside == pytest.approx(factor * alone, rel=1e-3)
 
 
-def test_on_one_node_strategies_that_do_the_same_are_planned_once(monkeypatch):
+def test_strategies_that_coincide_on_one_node_are_planned_once(monkeypatch):
     """By what ranks do; on two nodes, or where the earlier one is in no plan, nothing is left out."""
     near = uniform(1, 4, between=LinkModel(1e9), inside=LinkModel(1e8), device=Device())
     table = strategies()
@@ -696,7 +696,7 @@ def test_on_one_node_strategies_that_do_the_same_are_planned_once(monkeypatch):
 
 
 @pytest.mark.parametrize("look_ahead", [2, 3])
-def test_a_step_of_many_rounds_is_no_faster_than_its_bound(look_ahead: int):
+def test_predicted_step_is_never_below_its_bound(look_ahead: int):
     """Of a few rounds, weights that come before the step are so large a part that one round more adds too little."""
     machine = uniform(2, 1, between=LinkModel(1e5, 1e-5), inside=LinkModel(1e8), device=Device("H100"))
     asked = plan_request(machine, global_batch=40)

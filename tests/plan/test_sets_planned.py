@@ -65,12 +65,12 @@ def chosen(asked: PlanRequest) -> int | None:
     return one.step.sequence_ranks if one.fits and one.step else None
 
 
-def test_without_a_plan_a_row_is_one_devices():
+def test_sequence_ranks_default_to_1_without_a_plan():
     assert DEFAULT.sequence_ranks is None and step_of(asked_of(), "flat").settings.sequence_ranks == 1
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 1.0, 1.3])
-def test_what_is_far_from_fitting_is_left_out_and_changes_no_plan(share, monkeypatch):
+def test_settings_far_above_the_memory_are_skipped_without_effect(share, monkeypatch):
     asked, tried = asked_of(memory=int(share * needed(asked_of(machine=FOUR), 4)), machine=FOUR), list[int]()
     best_of = search_module._best_of
     monkeypatch.setattr(search_module, "_best_of", lambda *given: tried.append(0) or best_of(*given))
@@ -82,7 +82,7 @@ def test_what_is_far_from_fitting_is_left_out_and_changes_no_plan(share, monkeyp
     assert (tries < len(tried) - tries) == (share < 0.6)
 
 
-def test_what_fits_with_whole_rows_sets_the_limit_of_a_search_for_more_ranks(monkeypatch):
+def test_whole_rows_limit_the_search_for_more_sequence_ranks(monkeypatch):
     best_of, tried = search_module._best_of, list[int | None]()
     watch = lambda asked, *rest: tried.append(asked.settings.sequence_ranks) or best_of(asked, *rest)  # noqa: E731
     monkeypatch.setattr(search_module, "_best_of", watch)
@@ -94,7 +94,7 @@ def test_what_fits_with_whole_rows_sets_the_limit_of_a_search_for_more_ranks(mon
     assert free == [None, *asked.sets] and tried[len(free) :] == [None], "the fewest first"
 
 
-def test_lean_settings_that_cannot_be_had_refuse_no_usual_ones(monkeypatch):
+def test_impossible_lean_settings_do_not_exclude_usual_settings(monkeypatch):
     def leanest(*_: object) -> None:
         raise UserError("schedule.look_ahead", 1, "more")
 
@@ -106,7 +106,7 @@ def test_lean_settings_that_cannot_be_had_refuse_no_usual_ones(monkeypatch):
 
 
 @pytest.mark.parametrize("machine", [None, FOUR], ids=["2x2", "1x4"])
-def test_devices_that_would_have_no_row_compute_one_together(machine):
+def test_idle_devices_share_rows_if_the_plan_gains(machine):
     assert [chosen(asked_of(rows, machine=machine)) for rows in (16, 4)] == [1, 1]
     assert chosen(asked_of(2, machine=machine)) == 2
     assert chosen(asked_of(1, machine=machine)) == (4 if machine else 2)
@@ -114,7 +114,7 @@ def test_devices_that_would_have_no_row_compute_one_together(machine):
     assert chosen(asked_of(2, machine=slow)) == 1, "not where keys and values take longer than what is saved"
 
 
-def test_rows_that_fit_no_device_are_shared():
+def test_rows_that_fit_no_single_device_are_shared():
     free = asked_of(machine=FOUR)
     assert needed(free, 4) < needed(free, 2) < needed(free, 1)
     for ranks in (1, 2, 4):
@@ -125,19 +125,19 @@ def test_rows_that_fit_no_device_are_shared():
     assert least.step.sequence_ranks == 4, "what needs the least memory is said"
 
 
-def test_what_the_user_says_is_kept():
+def test_sequence_ranks_setting_of_the_user_is_kept():
     assert [chosen(asked_of(2, **given(ranks))) for ranks in (None, 1, 2)] == [2, 1, 2]
     assert chosen(asked_of(**given(2))) == 2
     assert chosen(asked_of(memory=needed(asked_of(), 2), **given(1))) is None
 
 
-def test_rows_that_cannot_be_cut_stay_whole():
+def test_uncuttable_rows_are_planned_whole():
     whole = replace(asked_of().profile, cuts=False)
     assert chosen(asked_of(2, profile=whole)) == 1
     assert chosen(asked_of(memory=needed(asked_of(), 2), profile=whole)) is None
 
 
-def test_another_draw_of_dropout_is_taken_only_where_nothing_else_fits_and_is_said(monkeypatch):
+def test_plan_changes_the_dropout_draw_only_if_needed_and_says_so(monkeypatch):
     monkeypatch.setattr(search_module, "strategies", lambda: {"flat": find("flat")})
 
     def plan(asked: PlanRequest) -> tuple[int, str]:
@@ -152,7 +152,7 @@ def test_another_draw_of_dropout_is_taken_only_where_nothing_else_fits_and_is_sa
     assert ranks == 2 and "another draw of dropout" in reason
 
 
-def test_a_saved_plan_has_its_sets(tmp_path):
+def test_saved_plan_keeps_its_sequence_ranks(tmp_path):
     asked = asked_of(2)
     plan, path = Plan.of(asked, [_best(asked, find("flat"))]), tmp_path / "plan.yaml"
     plan.save(path)
@@ -165,12 +165,12 @@ def test_a_saved_plan_has_its_sets(tmp_path):
         assert planned_settings(schedule, replace(DEFAULT, sequence_ranks=ranks)).sequence_ranks == ranks
 
 
-def test_ways_out_have_sets():
+def test_remedies_suggest_sequence_ranks():
     asked = asked_of(4, needed(asked_of(), 2))
     assert any(Change("schedule.sequence_ranks", 2) in way.changes for way in remedies(asked, step_of(asked, "flat")))
 
 
-def test_the_longest_row_is_a_nodes_where_that_is_longer():
+def test_longest_row_uses_all_devices_of_a_node_if_longer():
     memory = needed(asked_of(machine=FOUR), 1)
     rows = {}
     for ranks in (None, 1, 4):
@@ -184,7 +184,7 @@ def test_the_longest_row_is_a_nodes_where_that_is_longer():
     assert short is not None and short.as_json()["sequence_ranks"] == 1, "as long by one device"
 
 
-def test_whether_rows_can_be_cut_is_asked_where_a_plan_may_cut_them(tmp_path, monkeypatch):
+def test_row_cutting_is_checked_only_if_a_plan_may_cut_rows(tmp_path, monkeypatch):
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     shape["num_attention_heads"] = 2
     LlamaConfig(**shape, num_key_value_heads=2, vocab_size=100).save_pretrained(tmp_path)
@@ -207,7 +207,7 @@ def test_whether_rows_can_be_cut_is_asked_where_a_plan_may_cut_them(tmp_path, mo
 
 
 @pytest.mark.parametrize(("by_one", "given", "expected"), [(False, None, None), (True, None, 1), (True, 2, 2)])
-def test_a_run_whose_rows_are_each_by_one_process_lets_no_plan_share_them(by_one, given, expected, monkeypatch):
+def test_run_that_needs_whole_rows_plans_with_one_sequence_rank(by_one, given, expected, monkeypatch):
     asked = []
     monkeypatch.setattr(planned, "request_of", lambda _, __, one, **___: asked.append(one.settings))
     world: Any = SimpleNamespace(barrier=lambda: None, device=torch.device("cpu"), gather_texts=lambda text: [text])

@@ -57,7 +57,7 @@ def dealt(request: PlanRequest, step: StepSpec) -> Bins:
     return deal(request.dealt, world_size=request.topology.world_size, cap=CAP, work=request.profile.work)
 
 
-def test_rows_that_differ_take_the_time_of_the_mean_and_the_memory_of_the_longest() -> None:
+def test_uneven_rows_take_mean_time_and_memory_of_the_longest() -> None:
     lengths = [[10], [20], [30], [100]]
     rows = request_of([CAP])
     alike = replace(rows, dealt=(), size=size_of([100]), global_batch=8)
@@ -80,7 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("strategy", "settings", "longest"), CASES)
-def test_a_step_of_bins_and_slices_takes_what_is_predicted(
+def test_predicted_step_of_packs_and_slices_matches_the_simulation(
     strategy: str, settings: dict[str, str], longest: int
 ) -> None:
     request = request_of(lengths_of(1, longest=longest))
@@ -91,7 +91,7 @@ def test_a_step_of_bins_and_slices_takes_what_is_predicted(
     assert predict(request, step).step_seconds == pytest.approx(tried.seconds, rel=0.07)
 
 
-def test_where_weights_travel_the_longest_bin_of_every_round_is_waited_for() -> None:
+def test_prediction_waits_for_the_longest_pack_of_every_round() -> None:
     for seed, between in ((2, 1e7), (3, 2e5)):
         request = request_of(lengths_of(seed), between=between)
         step = step_of(request, "tawpipe-spread")
@@ -113,7 +113,7 @@ def shares_of(step: StepSpec, bins: Bins) -> dict[tuple[Kind, int], float]:
 
 
 @pytest.mark.parametrize("stages", ["world", "nodes"])
-def test_memory_is_that_of_the_slices_as_they_are(stages: str) -> None:
+def test_predicted_memory_of_slices_matches_the_dealt_step(stages: str) -> None:
     """Where most of what is kept is theirs: a document fills half of the step."""
     request = request_of([3000, *lengths_of(1)[:60]])
     step = step_of(request, "1f1b", stages=stages)
@@ -134,7 +134,7 @@ def test_memory_is_that_of_the_slices_as_they_are(stages: str) -> None:
     assert parts["activations"] + parts["working"] == pytest.approx(working(as_run), rel=0.05)
 
 
-def test_pipelines_side_by_side_are_all_taken_for_the_one_that_has_most_slices() -> None:
+def test_parallel_pipelines_are_predicted_by_the_one_with_most_slices() -> None:
     """One is played for all; steps that are played in part begin with the same slices; and so it comes from a file."""
     request = request_of(lengths_of(1, longest=1500), nodes=2, local=8)
     step = step_of(request, "1f1b", stages="nodes")
@@ -153,7 +153,7 @@ def test_pipelines_side_by_side_are_all_taken_for_the_one_that_has_most_slices()
 
 
 @pytest.mark.parametrize(("strategy", "settings"), [("1f1b", {"stages": "nodes"}), ("tawpipe-spread", {})])
-def test_a_saved_plan_deals_as_it_did_where_attention_does_not_show(strategy: str, settings: dict[str, str]) -> None:
+def test_saved_plan_of_a_hybrid_deals_by_its_recorded_work(strategy: str, settings: dict[str, str]) -> None:
     """Of a hybrid's layers some have no attention, and documents are dealt by what is counted, not by the profile."""
     request = request_of(lengths_of(1, longest=400))
     first, layer, *others = request.profile.blocks
@@ -165,7 +165,7 @@ def test_a_saved_plan_deals_as_it_did_where_attention_does_not_show(strategy: st
     assert predict(again, after).step_seconds == predict(request, before).step_seconds
 
 
-def test_stages_that_are_made_anew_are_dealt_anew() -> None:
+def test_searched_stages_are_dealt_their_own_slices() -> None:
     """A search finds other stages for what layers keep; slices are those that these are dealt."""
     request = request_of(lengths_of(1, longest=700))
     (best,) = search_only(request, "generated")
@@ -175,7 +175,7 @@ def test_stages_that_are_made_anew_are_dealt_anew() -> None:
     assert predict(request, again).step_seconds == pytest.approx(best.seconds)
 
 
-def test_fewer_rows_are_fewer_documents_and_shorter_bins_hold_shorter_ones() -> None:
+def test_fewer_rows_and_shorter_rows_scale_the_planned_documents() -> None:
     request = request_of(lengths_of(1))
     for order in (request.dealt, sorted(request.dealt), sorted(request.dealt)[::-1]):  # as drawn, or from a plan's file
         half = replace(request, dealt=tuple(order)).with_rows(request.global_batch // 2)
@@ -189,7 +189,7 @@ def test_fewer_rows_are_fewer_documents_and_shorter_bins_hold_shorter_ones() -> 
     ("nodes", "shared", "stage_s", "messages"),
     [(2, True, 1, 2), (2, False, 1, 1), (3, True, 1, 4), (3, False, 1, 2), (3, True, 8, 2.5), (3, False, 10, 1.1)],
 )
-def test_boundaries_wait_for_those_that_pass_their_own_link(nodes: int, shared: bool, stage_s: int, messages: float):
+def test_pipeline_hop_time_counts_messages_that_share_a_link(nodes: int, shared: bool, stage_s: int, messages: float):
     """Of two pipelines over nodes: both over one link, or one over each; between two others, both ways, as often as
     they meet.
     """

@@ -70,7 +70,7 @@ def said_of(request: PlanRequest, config: TrainConfig | None = None) -> list[tup
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_single_changes_are_planned_in_order_and_then_come_machines():
+def test_single_changes_that_fit_are_listed_before_more_machines():
     assert Plan.of(nothing(), search(nothing())).chosen is None
     said = said_of(nothing())
     assert [words for words, _, _ in said[:2]] == ["--lora.rank 16", "--lora.rank 16 --quantize nf4"] and len(said) == 3
@@ -86,7 +86,7 @@ def test_single_changes_are_planned_in_order_and_then_come_machines():
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_what_the_user_has_chosen_is_not_said_again(monkeypatch):
+def test_settings_of_the_user_are_not_suggested_again(monkeypatch):
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
     adapter = replace(TrainConfig(), lora=LoraSettings(rank=8))
     assert [words for words, _, _ in said_of(nothing(), adapter)][:1] == ["--quantize nf4"]
@@ -95,7 +95,7 @@ def test_what_the_user_has_chosen_is_not_said_again(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_smaller_batches_and_rows_are_said_where_nothing_else_does(monkeypatch):
+def test_smaller_rows_are_suggested_if_nothing_else_fits(monkeypatch):
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
     long = small(sequence_length=1024, size=size_of([1024]))
     none = replace(TrainConfig(), lora=LoraSettings(rank=8), quantize="nf4")
@@ -104,7 +104,7 @@ def test_smaller_batches_and_rows_are_said_where_nothing_else_does(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_a_batch_of_fewer_rows_than_a_micro_batch_is_said_with_a_smaller_one(monkeypatch):
+def test_smaller_batch_is_suggested_with_a_smaller_micro_batch(monkeypatch):
     monkeypatch.setattr(would_fit, "MOST_NODES", 1)
     monkeypatch.setattr(would_fit, "some_fit", lambda request, over: request.global_batch <= 2)
     monkeypatch.setattr(WouldFit, "_planned", lambda self, request, changes: [WayOut(changes, 1.0)])
@@ -116,7 +116,7 @@ WORDS = ["plan", "--model", "tiny", "--vocab-size", "500", "--sequence-length", 
 
 
 @pytest.mark.slow
-def test_why_strategies_cannot_run_is_a_line_in_plain_words(capsys):
+def test_reasons_against_strategies_are_short_and_all_lists_every_row(capsys):
     words = [*WORDS, "--topology", "4x2@1gbit", "--device-name", "H100"]
     assert main(words) == 0
     short = capsys.readouterr()
@@ -129,7 +129,7 @@ def test_why_strategies_cannot_run_is_a_line_in_plain_words(capsys):
     assert "with --all" not in whole and "\ntawpipe-striped" in whole and "\ntawpipe-striped" not in short.out
 
 
-def test_a_search_that_may_take_no_longer_names_what_fits():
+def test_search_at_its_time_limit_still_names_a_fitting_strategy():
     found = search(plan_request(), most_s=lambda _: 0.0)
     fitting = [one for one in found if one.fits]
     assert len(fitting) == 1 and fitting[0].step is not None
@@ -137,14 +137,14 @@ def test_a_search_that_may_take_no_longer_names_what_fits():
     assert len(found) == sum(one.candidate for one in strategies().values())
 
 
-def test_reasons_speak_of_machines_and_not_of_settings_that_nobody_set():
+def test_reasons_name_machine_limits_instead_of_unset_settings():
     no_room = in_plain_words(UserError("memory of a position", "0", "more", need=MemoryOfPosition()))
     assert no_room == "no micro-batch fits into a device beside weights, gradients and optimizer state"
     odd = in_plain_words(UserError("micro-batches", 5, "even groups", need=MicroBatchCount(4, 6)))
     assert odd == "4 or 6 micro-batches are needed, not 5"
 
 
-def test_no_plan_and_no_run_takes_messages_apart():
+def test_plan_and_run_code_parse_no_error_messages():
     """Refusals and ways out are data: their text may say anything. What users write may be matched."""
     for need in (LeastLayers(8), MemoryOfPosition(2**30), MicroBatchCount(4, 6), "it cannot be"):
         errors = (UserError("schedule.sequence_ranks", 5, text, need=need) for text in ("at least 3: y; z", ""))
