@@ -7,7 +7,7 @@ import torch
 from tawpipe.prove.operators import attention_seen
 
 
-def test_what_ran_is_named_and_nothing_else():
+def test_attention_seen_names_only_attention_operators():
     query = torch.randn(1, 2, 8, 4)
     with attention_seen() as seen:
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
@@ -18,7 +18,7 @@ def test_what_ran_is_named_and_nothing_else():
     assert not seen
 
 
-def test_it_is_watched_for_on_the_thread_that_computes():
+def test_attention_seen_watches_the_given_thread():
     ran = []
     with attention_seen(lambda run: ran.append(run())) as seen:
         pass

@@ -56,7 +56,7 @@ def numbers_of(world: World, *, names: list[str], out: str, only: list[str]) -> 
 
 
 @pytest.mark.slow
-def test_numbers_of_several_processes_hold(pool, tmp_path):
+def test_prove_checks_of_exactness_chunks_and_order_hold_on_two_processes(pool, tmp_path):
     numbers, few = ["exact", "chunks"], ["tawpipe-spread", "hsdp", "1f1b"]
     found = pool.run(f"{__name__}:numbers", 2, 1, out=str(tmp_path / "found.json"), only=numbers)[0]
     assert json.loads((tmp_path / "found.json").read_text()) == found
@@ -74,7 +74,7 @@ def test_numbers_of_several_processes_hold(pool, tmp_path):
 
 
 @pytest.mark.slow
-def test_bits_do_not_depend_on_which_lanes_are_late(pool, tmp_path):
+def test_prove_check_of_bits_holds_under_late_lanes(pool, tmp_path):
     names = ["tawpipe-spread", "zero-bubble", "weipipe"]
     found = pool.run(f"{__name__}:numbers_of", 2, 1, names=names, out=str(tmp_path / "found.json"), only=["bits"])[0]
     row = found["checks"]["bits"]
@@ -83,12 +83,12 @@ def test_bits_do_not_depend_on_which_lanes_are_late(pool, tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_over_the_processes_of_a_node_hold(pool, tmp_path):
+def test_prove_check_of_context_parallel_rows_holds(pool, tmp_path):
     found = pool.run(f"{__name__}:numbers", 1, 2, out=str(tmp_path / "found.json"), only=["sets"])[0]
     assert found["checks"]["sets"]["status"] == HOLDS
 
 
-def test_what_fails_or_breaks_says_so_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+def test_failing_and_broken_checks_are_reported_and_others_continue(tmp_path, monkeypatch, capsys):
     def broken(world: World) -> Outcome:
         raise RuntimeError("no kernel image")
 
@@ -107,7 +107,7 @@ def test_what_fails_or_breaks_says_so_and_the_rest_goes_on(tmp_path, monkeypatch
     assert "two and two are five: four" in said and "no kernel image" in said and "needs a GPU and several" in said
 
 
-def test_a_slower_kernel_is_a_hint_and_no_failure(tmp_path, monkeypatch, capsys):
+def test_slower_attention_kernel_is_a_hint_not_a_failure(tmp_path, monkeypatch, capsys):
     slower = "flash attention 2 (varlen); flash attention 3 would be faster but is not installed or activated"
     monkeypatch.setattr(speed, "kernel_of_model", lambda *_: slower)
     found = prove(alone(CPU), tmp_path / "found.json", only=["kernel"])
@@ -115,7 +115,7 @@ def test_a_slower_kernel_is_a_hint_and_no_failure(tmp_path, monkeypatch, capsys)
     assert slower in capsys.readouterr().out
 
 
-def test_attention_is_checked_as_training_runs_it(tmp_path, monkeypatch):
+def test_prove_activates_flash_attention_before_its_checks(tmp_path, monkeypatch):
     asked: list[torch.device] = []
     monkeypatch.setattr(
         "tawpipe.model.attention.attention_kernel.activate_flash", lambda device, *_: asked.append(device)
@@ -136,7 +136,7 @@ def one_model(monkeypatch):
     monkeypatch.setitem(documents.SIZES, "cpu", FEW)
 
 
-def test_packed_documents_have_the_gradients_of_each_alone(one_model):
+def test_prove_check_of_packed_documents_covers_every_kernel_path(one_model):
     found = documents.documents(alone(CPU))
     assert found.holds, found.note
     names = len(("output", "input")) + 9  # parameters of a layer of a Llama
@@ -150,7 +150,7 @@ def test_packed_documents_have_the_gradients_of_each_alone(one_model):
 @pytest.mark.parametrize(
     "name", ["sinks, a window", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sinks", "soft caps"))]
 )
-def test_every_kind_of_attention_has_these_gradients(name):
+def test_prove_check_of_documents_covers_sinks_windows_and_soft_caps(name):
     config = documents.models(FEW)[name]
     errors, ran = documents.of_model(config, FEW, CPU, torch.bfloat16)
     assert max(errors.values()) < documents.LIMIT
@@ -158,7 +158,7 @@ def test_every_kind_of_attention_has_these_gradients(name):
     assert "SlicedScores" in ran["whole"]
 
 
-def test_sinks_without_their_share_are_found(monkeypatch):
+def test_wrong_gradients_of_sinks_are_detected(monkeypatch):
     """As if the log-sum-exp that the backward pass is given were that of the keys alone."""
     attention = flash.attention
 
@@ -173,7 +173,7 @@ def test_sinks_without_their_share_are_found(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_log_sum_exp_that_a_gpu_would_misread_is_found(one_model, monkeypatch):
+def test_log_sum_exp_with_gpu_incompatible_strides_is_detected(one_model, monkeypatch):
     class Strided(read_as_a_gpu_does):
         """Hands it over as part of a longer one."""
 
@@ -203,14 +203,14 @@ def numbers_with_an_early_free(world: World, *, out: str, only: list[str]) -> di
         return numbers_of(world, names=["flat", "1f1b"], out=out, only=only)
 
 
-def test_tensors_without_memory_are_not_counted() -> None:
+def test_fake_tensors_are_not_counted_as_live_bytes() -> None:
     before = memory.live_bytes(CPU)
     with FakeTensorMode():
         held = torch.empty(1 << 20)
     assert held.device.type == "cpu" and memory.live_bytes(CPU) < before + (1 << 20)
 
 
-def test_one_process_drops_nothing_on_another_lane() -> None:
+def test_single_process_frees_no_memory_on_another_lane() -> None:
     pipeline = states.make()
     freed = Freed(pipeline)
     with freed.watching():
@@ -221,7 +221,7 @@ def test_one_process_drops_nothing_on_another_lane() -> None:
 
 
 @pytest.mark.slow
-def test_memory_that_would_be_used_again_too_early_is_found(pool, tmp_path, monkeypatch):
+def test_memory_freed_too_early_on_another_lane_is_detected(pool, tmp_path, monkeypatch):
     found = pool.run(f"{__name__}:numbers_with_an_early_free", 2, 1, out=str(tmp_path / "found.json"), only=["bits"])[0]
     row = found["checks"]["bits"]
     assert row["status"] == FAILS and not row["numbers"]["differ"]
@@ -229,7 +229,7 @@ def test_memory_that_would_be_used_again_too_early_is_found(pool, tmp_path, monk
     assert "allocated on INTER_W, is dropped by COMPUTE" in row["note"]
 
 
-def test_streams_of_offloaded_rows_do_not_grow_with_the_layers(monkeypatch):
+def test_streams_of_offloaded_rows_are_independent_of_the_layer_count(monkeypatch):
     assert reserved.streams_of_rows(CPU, 8) == reserved.streams_of_rows(CPU, 2) > 0
     place = Places._place
 
@@ -241,7 +241,7 @@ def test_streams_of_offloaded_rows_do_not_grow_with_the_layers(monkeypatch):
     assert reserved.streams_of_rows(CPU, 8) > reserved.streams_of_rows(CPU, 2), "each copied on streams of its own"
 
 
-def test_what_is_more_than_was_predicted_is_named_by_every_count():
+def test_memory_above_the_prediction_is_named_by_every_count():
     needs = Needs({"homes": 4 << 30, "working": 1 << 30, "system": 1 << 30}, 0)
     fits = Taken(5 << 30, 5 << 30, 5 << 30, 6 << 30)
     assert reserved.too_much(needs, 5 << 30, fits) == []
@@ -255,7 +255,7 @@ def test_what_is_more_than_was_predicted_is_named_by_every_count():
     assert reserved.too_much(apart, 8 << 30, None) == ["8.00 GiB allocated, 5.00 predicted"]
 
 
-def test_copies_that_wait_for_a_device_are_found(monkeypatch):
+def test_unpinned_copies_to_a_device_are_detected(monkeypatch):
     pinned = torch.ones(3)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self.data_ptr() == pinned.data_ptr())
     with waits.unpinned_copies() as found:
@@ -267,7 +267,7 @@ def test_copies_that_wait_for_a_device_are_found(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_layer_is_timed_beside_transfers(pool, tmp_path):
+def test_layer_is_timed_beside_transfers_and_memory_is_compared(pool, tmp_path):
     given = {"out": str(tmp_path / "found.json"), "only": ["beside", "reserved"]}
     found = pool.run(f"{__name__}:numbers_of_a_pipeline", 1, 2, **given)[0]
     beside, ways = found["checks"]["beside"], found["checks"]["reserved"]
@@ -282,7 +282,7 @@ def test_a_layer_is_timed_beside_transfers(pool, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_past")
-def test_everything_holds_that_a_cpu_can_tell(tmp_path, monkeypatch):
+def test_all_remaining_prove_checks_pass_on_a_cpu(tmp_path, monkeypatch):
     """Documents of a kind of attention that tests above leave out; memory under one setting, as the longest row is
     under the usual one, on short rows in processes that are forked.
     """
@@ -303,7 +303,7 @@ def test_everything_holds_that_a_cpu_can_tell(tmp_path, monkeypatch):
     assert {name for name, row in found.items() if row["note"].startswith("needs")} == needs_more
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_prove_command_refuses_wrong_options_and_reports_failures(tmp_path, monkeypatch, capsys):
     def sums(world: World) -> Outcome:
         return Outcome(world.size == 2, "four")
 
@@ -318,7 +318,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert json.loads(Path(out).read_text())["checks"]["sums"]["status"] == FAILS
 
 
-def test_a_script_that_ends_badly_or_not_at_all_fails(monkeypatch):
+def test_script_that_crashes_or_hangs_at_its_end_fails_the_check(monkeypatch):
     given: list[dict[str, Any]] = []
     ends: list[Any] = [
         subprocess.CompletedProcess([], 0, "1.0", "a warning"),
@@ -344,7 +344,7 @@ def test_a_script_that_ends_badly_or_not_at_all_fails(monkeypatch):
         assert "RANK" not in how["env"] and "TAWPIPE_LOCAL_LAUNCHER" not in how["env"] and how["env"]["KEPT"] == "1"
 
 
-def test_offloading_may_change_no_loss(monkeypatch):
+def test_offload_check_fails_if_losses_differ(monkeypatch):
     here = alone(torch.device("cpu"))
     settings: list[int] = []
 
@@ -360,7 +360,7 @@ def test_offloading_may_change_no_loss(monkeypatch):
     assert equal.numbers["seconds"] == [2.0, 2.0]
 
 
-def test_steps_are_timed_in_parts():
+def test_timed_steps_have_issuing_and_computing_seconds():
     config = llama(hidden=16, layers=2, heads=2, vocabulary=50)
     steps, clocks = speed._steps(alone(CPU), config, torch.float32, ScheduleSettings(), 32)
     assert len(steps) == speed.STEPS - 2 and clocks == [0, 0], "a CPU says no clock"
@@ -369,7 +369,7 @@ def test_steps_are_timed_in_parts():
 
 
 @pytest.mark.parametrize(("seconds", "holds"), [(1.1, True), (1.3, False), (0.7, False)])
-def test_a_step_that_takes_another_time_than_predicted_fails_on_a_gpu(seconds, holds, monkeypatch):
+def test_step_time_far_from_the_prediction_fails_the_gpu_check(seconds, holds, monkeypatch):
     monkeypatch.setattr(speed, "probe", lambda world: SimpleNamespace(machine=None))
     monkeypatch.setattr(speed, "request_of", lambda *_, **__: SimpleNamespace(step=lambda settings: None))
     monkeypatch.setattr(speed, "predict", lambda *_: SimpleNamespace(step_seconds=1.0))
@@ -382,7 +382,7 @@ def test_a_step_that_takes_another_time_than_predicted_fails_on_a_gpu(seconds, h
 
 
 @pytest.mark.parametrize(("beside", "holds"), [(1.1, True), (1.2, False)])
-def test_a_layer_that_transfers_slow_down_fails_on_a_gpu(beside, holds, monkeypatch):
+def test_layer_slowed_by_transfers_fails_the_gpu_check(beside, holds, monkeypatch):
     """The times are given; before the first of them the device computes until it is warm."""
     hot = list[str]()
     timed = {"_timed": 1.0, "_beside_a_receive": 1.0, "_beside_gathers": beside}

@@ -12,7 +12,7 @@ from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 
 
-def test_every_element_brings_what_adamw_reads_of_it(monkeypatch: pytest.MonkeyPatch):
+def test_host_share_measures_the_rate_of_adamw_reads(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(exactness, "ELEMENTS", 1 << 12)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     rate, link = exactness.host_share(World(Topology.grid(1, 1), 0, torch.device("cpu"), None))

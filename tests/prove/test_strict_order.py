@@ -18,7 +18,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("nodes", "local", "layers"), SHAPES)
-def test_a_step_in_strict_mode_ends_on_nccl(nodes: int, local: int, layers: int) -> None:
+def test_ordered_step_in_strict_nccl_mode_never_deadlocks(nodes: int, local: int, layers: int) -> None:
     looked_at = set()
     for name in EVERY:
         if not strategies()[name].candidate:
@@ -33,6 +33,6 @@ def test_a_step_in_strict_mode_ends_on_nccl(nodes: int, local: int, layers: int)
     assert len(looked_at) > 8
 
 
-def test_programs_that_are_not_in_one_order_would_wait_for_ever() -> None:
+def test_unordered_programs_deadlock_in_strict_nccl_mode() -> None:
     found = [make(llama(8), 4, 1, 9, strategy=name) for name in ("tawpipe-striped", "tawpipe-whole")]
     assert all(stuck(schedule, strict=True) for schedule in found)

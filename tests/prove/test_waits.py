@@ -25,7 +25,7 @@ from toy_allocator import Driver
     [("chunks", "offloading"), pytest.param(("whole rows", "offloading, chunks"), marks=pytest.mark.slow)],
     ids=["together", "each"],
 )
-def test_no_step_waits_for_the_device(left_out, monkeypatch) -> None:
+def test_no_step_synchronizes_with_the_device(left_out, monkeypatch) -> None:
     """Chunks and offloading together, and each by itself."""
     every = waits.ways
     some = lambda *sizes: {name: way for name, way in every(*sizes).items() if name not in left_out}  # noqa: E731
@@ -45,7 +45,7 @@ def whole_rows(monkeypatch):
     monkeypatch.setattr(waits, "ways", lambda *sizes: dict(list(every(*sizes).items())[:1]))
 
 
-def test_a_step_that_looks_at_a_number_is_found(whole_rows, tmp_path, monkeypatch) -> None:
+def test_device_synchronization_in_a_step_is_detected(whole_rows, tmp_path, monkeypatch) -> None:
     forward = layer._output
 
     def looking(*given: Any) -> Tensor:
@@ -60,7 +60,7 @@ def test_a_step_that_looks_at_a_number_is_found(whole_rows, tmp_path, monkeypatc
     assert "synchronizing CUDA operation: _local_scalar_dense in COMPUTE FORWARD" in row["note"]
 
 
-def test_a_batch_that_is_not_pinned_is_found(whole_rows, monkeypatch) -> None:
+def test_unpinned_batch_is_detected(whole_rows, monkeypatch) -> None:
     local = Deal.local
     monkeypatch.setattr(Deal, "local", lambda self, batch: local(replace(self, pinned=False), batch))
     with fake_cuda():
@@ -70,7 +70,7 @@ def test_a_batch_that_is_not_pinned_is_found(whole_rows, monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given_back", [True, False])
-def test_what_planning_has_left_in_the_allocator_is_found(given_back, monkeypatch) -> None:
+def test_memory_left_by_planning_in_the_allocator_is_detected(given_back, monkeypatch) -> None:
     """Training's stream cannot use it. The counts of memory are the toy allocator's."""
     ways, system = reserved.ways, 700 << 20
     monkeypatch.setattr(reserved, "ways", lambda *sizes, **more: {"whole rows": ways(*sizes, **more)["whole rows"]})
