@@ -66,7 +66,7 @@ def browser() -> Iterator[Browser]:
 NAMES = ("index.html", "run.html", "plan.html", "step-3.html", "compare.html", "planned.html")
 
 
-def test_every_page_is_whole_and_says_what_it_shows(pages):
+def test_every_page_is_valid_and_describes_its_figures(pages):
     assert sorted(path.name for path in pages.iterdir()) == sorted([*NAMES, PLOTLY])
     for name in NAMES:
         outline = check_page_text((pages / name).read_text())
@@ -77,7 +77,7 @@ def test_every_page_is_whole_and_says_what_it_shows(pages):
 
 @needs_chromium
 @pytest.mark.parametrize("name", NAMES)
-def test_a_page_on_a_phone_and_on_a_desk(browser, pages, name):
+def test_pages_fit_a_phone_and_a_desktop_without_errors(browser, pages, name):
     for width, dark in ((PHONE, False), (1280, True)):
         browser.open((pages / name).as_uri(), width=width, dark=dark)
         assert browser.problems == []
@@ -94,7 +94,7 @@ FONT = "parseFloat(getComputedStyle(one).fontSize)"
 
 
 @needs_chromium
-def test_text_stands_out_from_its_background(browser, pages):
+def test_text_contrast_is_at_least_4_5_to_1(browser, pages):
     """At least 4.5 to 1, as WCAG wants it."""
     for dark in (False, True):
         browser.open((pages / "planned.html").as_uri(), dark=dark)
@@ -121,7 +121,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @needs_chromium
-def test_the_chosen_curve_can_be_seen(browser, pages, plan):
+def test_chosen_curve_is_drawn_last_and_its_row_is_marked(browser, pages, plan):
     """It is drawn last, so that no curve of equal values covers it, and its row is marked."""
     browser.open((pages / "planned.html").as_uri())
     assert browser.run("document.querySelector('tr.chosen td').textContent") == plan.chosen.strategy
@@ -135,7 +135,7 @@ LAST_DRAWN = """[...document.querySelectorAll('.js-plotly-plot')]
 
 
 @needs_chromium
-def test_timelines_and_legends_work_with_buttons(browser, pages):
+def test_timeline_zoom_and_legend_buttons_work(browser, pages):
     browser.open((pages / "step-3.html").as_uri())
     width = "(range => range[1] - range[0])(document.querySelector('.js-plotly-plot').layout.xaxis.range)"
     before = browser.run(width)

@@ -57,7 +57,7 @@ def whole(path: Path) -> str:
 # a request as data
 
 
-def test_a_request_survives_being_written(plan):
+def test_plan_request_reads_back_equal_from_yaml(plan):
     asked = plan.request
     content = yaml.safe_load(yaml.safe_dump(json.loads(json.dumps(record_of(asked)))))
     again = request_from(content, where="here")
@@ -74,24 +74,24 @@ def _size_in_words(content):
 
 
 @pytest.mark.parametrize("damage", [_without_memory, _size_in_words])
-def test_a_damaged_request_is_refused_by_name(plan, damage):
+def test_damaged_plan_request_is_refused_by_name(plan, damage):
     content = json.loads(json.dumps(record_of(plan.request)))
     damage(content)
     with pytest.raises(UserError, match="PLAN"):
         request_from(content, where="here")
 
 
-def test_what_a_plan_takes_as_given_survives_being_written():
+def test_given_schedule_settings_read_back_from_a_plan_record():
     given = ScheduleSettings(early_updates=True, reuse=False, reduce_dtype="same", loss_chunk_tokens=7)
     assert request_from(record_of(plan_request(settings=given)), where="here").settings == given
 
 
-def test_a_tied_model_survives_being_written():
+def test_tied_model_reads_back_from_a_plan_record():
     asked = plan_request(model=llama(6, tied=True))
     assert request_from(record_of(asked), where="here").model == asked.model
 
 
-def test_a_mixture_of_experts_survives_being_written():
+def test_mixture_of_experts_reads_back_from_a_plan_record():
     model = llama(6)
     units = tuple(replace(unit, met=unit.numel // 3) if unit.numel == 333 else unit for unit in model.units)
     asked = plan_request(model=replace(model, units=units))
@@ -99,14 +99,14 @@ def test_a_mixture_of_experts_survives_being_written():
 
 
 @pytest.mark.parametrize("strategy", NAMES)
-def test_settings_survive_being_written(strategy):
+def test_step_settings_read_back_from_yaml(strategy):
     asked = plan_request(uniform(2, 2, between=LinkModel(1e6), inside=LinkModel(1e8)))
     step = step_of(asked, strategy, micro_batches_per_visit=2, look_ahead=3, recompute="none:2,full")
     content = yaml.safe_load(yaml.safe_dump(settings_of(step)))
     assert planned_settings(content, asked.settings) == replace(step.settings, keep_mib=None)  # the run says it
 
 
-def test_a_saved_plan_is_played_again(plan, file):
+def test_saved_plan_is_simulated_again(plan, file):
     made, left_out = replay(file)
     assert not left_out
     assert plan.chosen.prediction is not None
@@ -115,7 +115,7 @@ def test_a_saved_plan_is_played_again(plan, file):
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "machine"])
-def test_a_plan_without_what_the_clock_needs_is_named(file, tmp_path, damage, capsys):
+def test_plan_without_its_clock_record_is_named(file, tmp_path, damage, capsys):
     content = yaml.safe_load(file.read_text())
     if damage == "gone":
         del content["clock"]
@@ -150,7 +150,7 @@ def recorded(folder: Path, bars: list[Bar], slower: float) -> None:
 
 
 @pytest.mark.slow
-def test_trace_puts_a_run_beside_its_plan(file, tmp_path, capsys):
+def test_trace_compares_a_run_with_its_plan(file, tmp_path, capsys):
     run = tmp_path / "run"
     recorded(run / "traces" / "step-00000003", predicted_bars(replay(file)[0]), 1.5)
     (run / "plan.yaml").write_text(file.read_text())
@@ -164,7 +164,7 @@ def test_trace_puts_a_run_beside_its_plan(file, tmp_path, capsys):
     assert "Predicted and executed" in whole(tmp_path / "page.html")
 
 
-def test_actions_are_matched_by_their_words(plan):
+def test_predicted_and_executed_actions_are_matched(plan):
     bars = predicted_bars(timeline_of(plan.request, plan.chosen.step))
     assert len(matched(bars, bars)) == len(bars)
     assert any("(+0.0%)" in line for line in differences(bars, bars))
@@ -174,7 +174,7 @@ def test_actions_are_matched_by_their_words(plan):
 # pages
 
 
-def test_a_timeline_says_whose_lanes_it_shows(plan, monkeypatch):
+def test_timeline_section_names_the_ranks_that_it_shows(plan, monkeypatch):
     steps = {one.strategy: one.step for one in plan.candidates}
     passing = predicted_bars(timeline_of(plan.request, steps["1f1b"]))  # all ranks, which do not do alike
     assert "The first rank" not in timeline_section("A step", passing).text
@@ -188,7 +188,7 @@ def test_a_timeline_says_whose_lanes_it_shows(plan, monkeypatch):
     assert drawn == {"rank 0"}
 
 
-def test_the_page_of_a_plan(plan, tmp_path):
+def test_plan_page_shows_its_sections_and_choice(plan, tmp_path):
     write_plan_page(plan, tmp_path / "page.html")
     text = whole(tmp_path / "page.html")
     for title in ("Time of a step", "Device memory by use", "With other links", "With other sequence lengths"):
@@ -196,7 +196,7 @@ def test_the_page_of_a_plan(plan, tmp_path):
     assert plan.chosen.strategy in text
 
 
-def test_equal_strategies_are_named_and_the_chosen_one_comes_first(plan):
+def test_equally_fast_strategies_follow_the_chosen_one(plan):
     assert plan.chosen is not None and plan.chosen.prediction is not None
     slower = replace(
         plan.chosen.prediction,
@@ -221,7 +221,7 @@ def test_the_chosen_curve_is_on_top():
     assert re.findall(r'aria-pressed="true"[^>]*>(\w)<', text) == ["b", "a", "c"]  # and the first in the legend
 
 
-def test_the_page_of_a_comparison(tmp_path):
+def test_comparison_page_shows_all_cells_and_bounds(tmp_path):
     results = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*links*/results.json"))
     content = json.loads(results[-1].read_text())
     write_text(tmp_path / "page.html", compare_page("links", content["environment"], content["rows"]))
@@ -229,7 +229,7 @@ def test_the_page_of_a_comparison(tmp_path):
     assert "All cells" in text and "physical bound" in text
 
 
-def test_the_page_of_a_run(file, tmp_path):
+def test_run_page_shows_loss_plan_and_results(file, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     rows = [
@@ -251,7 +251,7 @@ def test_the_page_of_a_run(file, tmp_path):
     assert f"{strategy}: " in whole(tmp_path / "page.html")
 
 
-def test_a_page_needs_a_folder(tmp_path):
+def test_report_path_needs_an_existing_folder(tmp_path):
     check_page(None)
     check_page(str(tmp_path / "page.html"))
     for path in (tmp_path, tmp_path / "nowhere" / "page.html"):
@@ -259,7 +259,7 @@ def test_a_page_needs_a_folder(tmp_path):
             check_page(str(path))
 
 
-def test_words_in_a_page_are_not_markup(tmp_path):
+def test_user_text_on_a_page_is_escaped(tmp_path):
     rows = [("prompt", "<script>alert(1)</script>")]
     run = tmp_path / "run"
     run.mkdir()
@@ -268,5 +268,5 @@ def test_words_in_a_page_are_not_markup(tmp_path):
     assert "<script>alert" not in (tmp_path / "page.html").read_text()
 
 
-def test_plans_load_with_their_clock(file):
+def test_loaded_plan_contains_its_clock_record(file):
     assert load_plan(file)["clock"]["machine"]["nodes"] == [2, 2]

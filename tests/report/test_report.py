@@ -39,7 +39,7 @@ def recorded(folder, *, rank: int = 0) -> None:
     recording.write(folder, rank=rank, node=rank // 2)
 
 
-def test_a_recording_is_read_back(tmp_path):
+def test_recorded_step_is_read_back_as_bars(tmp_path):
     for rank in range(3):
         recorded(tmp_path / "step", rank=rank)
     found = executed_bars(tmp_path / "step")
@@ -48,14 +48,14 @@ def test_a_recording_is_read_back(tmp_path):
     assert min(bar.begin for bar in found) == 0 and all(bar.start <= bar.begin <= bar.end for bar in found)
 
 
-def test_bars_of_a_play_are_one_step(bars):
+def test_predicted_bars_cover_one_step(bars):
     assert {bar.rank for bar in bars} == {0, 1, 2, 3} and {bar.node for bar in bars} == {0, 1}
     assert min(bar.begin for bar in bars) == 0
     computing = sum(bar.end - bar.begin for bar in bars if bar.action.lane is Lane.COMPUTE and bar.rank == 0)
     assert computing == pytest.approx(2 * 3 * (1.0 + 2.0), rel=0.1)
 
 
-def test_gaps_and_summary(bars):
+def test_gaps_and_computing_add_up_to_the_step_and_are_summarized(bars):
     mine = [bar for bar in bars if bar.rank == 0]
     begin, end = min(bar.begin for bar in bars), max(bar.end for bar in bars)
     computing = sum(bar.end - bar.begin for bar in mine if bar.action.lane is Lane.COMPUTE)
@@ -64,7 +64,7 @@ def test_gaps_and_summary(bars):
     assert "4 ranks" in said and "rank 2: busy COMPUTE" in said and "at the start" in said and "before " in said
 
 
-def test_traces_name_ranks_and_lanes(bars, tmp_path):
+def test_chrome_trace_names_ranks_and_lanes(bars, tmp_path):
     write_chrome_trace([("predicted", bars)], tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -74,7 +74,7 @@ def test_traces_name_ranks_and_lanes(bars, tmp_path):
     assert Action.parse(slices[0]["args"]["action"]) == bars[0].action
 
 
-def test_a_picture_has_a_bar_for_every_action_of_the_ranks_that_are_drawn(bars, tmp_path):
+def test_timeline_svg_has_a_bar_for_every_action_of_the_drawn_ranks(bars, tmp_path):
     bars = [replace(bar, start=bar.begin / 2) for bar in bars]
     draw_timeline([("predicted", bars), ("again", bars)], tmp_path / "a.svg", ranks=[1], title="x < y")
     picture = ElementTree.parse(tmp_path / "a.svg").getroot()
@@ -92,14 +92,14 @@ def test_a_picture_has_a_bar_for_every_action_of_the_ranks_that_are_drawn(bars, 
             assert x >= 0 and width >= 0 and x + width <= 1400
 
 
-def test_what_cannot_be_drawn(bars, tmp_path):
+def test_undrawable_timelines_are_refused(bars, tmp_path):
     with pytest.raises(UserError, match=r"ends with \.svg"):
         draw_timeline([("a", bars)], tmp_path / "a.gif")
     with pytest.raises(UserError, match="--ranks: got 9; some of 0, 1, 2, 3"):
         draw_timeline([("a", bars)], tmp_path / "a.svg", ranks=[9])
 
 
-def test_the_command(tmp_path, capsys):
+def test_trace_command_draws_the_last_recorded_step(tmp_path, capsys):
     recorded(tmp_path / "run" / "traces" / "step-00000003")
     recorded(tmp_path / "run" / "traces" / "step-00000012")
     assert main(["trace", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
@@ -118,7 +118,7 @@ def test_the_command(tmp_path, capsys):
         (["broken"], "a recording of a step"),
     ],
 )
-def test_complaints(tmp_path, monkeypatch, capsys, words, reason):
+def test_wrong_trace_arguments_are_refused(tmp_path, monkeypatch, capsys, words, reason):
     monkeypatch.chdir(tmp_path)
     recorded(tmp_path / "run")
     (tmp_path / "broken").mkdir()

@@ -39,6 +39,6 @@ def test_the_rank_with_the_most_work_is_the_longest_of_its_round(strategy: str, 
     assert text[0].startswith("waiting by rank: rank 1 computes longest") and len(text) == 1 + 2 * len(found)
 
 
-def test_one_rank_alone_waits_for_nobody() -> None:
+def test_single_rank_waits_for_no_other_rank() -> None:
     costs = CostModel.timed(layers=LAYERS, forward_s=1.0, backward_s=3.0, between=FREE, inside=FREE)
     assert not list(waiting(predicted_bars(play(make(llama(LAYERS), 1, 1, 2), costs, steps=1), step=0)))
