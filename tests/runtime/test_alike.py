@@ -89,7 +89,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-def test_other_folders_are_refused_on_all_ranks_and_equal_ones_are_not(pool: Any, base: Path) -> None:
+def test_differing_model_folders_are_refused_on_all_ranks(pool: Any, base: Path) -> None:
     cases = {name: [str(base), changed(base, name, change)] for name, (change, _) in FOLDERS.items()}
     for commit in ("a" * 40, "b" * 40):
         shutil.copytree(base, base.parent / "snapshots" / commit)
@@ -119,14 +119,14 @@ def assert_said(said: str, words: str) -> None:
     assert (re.search(words, said) is not None) if words else not said, said
 
 
-def test_a_service_refuses_other_folders_too(pool: Any, base: Path) -> None:
+def test_service_refuses_differing_model_folders(pool: Any, base: Path) -> None:
     folders = [str(base), changed(base, "served", of_tensors(lambda tensors: tensors[UP].mul_(2)))]
     for words in pool.run("one_model:of_served", 2, 1, folders=folders):
         assert_said(words, f"{UP} in model.safetensors has other content")
     assert pool.run("one_model:of_served", 2, 1, folders=folders[:1] * 2) == ["", ""]
 
 
-def test_other_adapters_and_tokenizers_of_runs_are_refused(pool: Any, base: Path, tmp_path: Path) -> None:
+def test_differing_adapters_and_tokenizers_are_refused_on_all_ranks(pool: Any, base: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(9)))
     adapter = base.with_name("adapter")
     get_peft_model(llama(torch.float32, layers=2), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(
@@ -195,7 +195,7 @@ MODELS = {
 }
 
 
-def test_other_models_of_scripts_are_refused_on_all_ranks(pool: Any, base: Path) -> None:
+def test_differing_models_of_scripts_are_refused_on_all_ranks(pool: Any, base: Path) -> None:
     folders = [str(base), changed(base, "script", of_tensors(lambda tensors: tensors[UP].mul_(2)))]
     said = pool.run("one_model:of_models", 2, 1, folders=folders)
     for name, words in MODELS.items():
@@ -206,7 +206,7 @@ def test_other_models_of_scripts_are_refused_on_all_ranks(pool: Any, base: Path)
 
 
 @pytest.mark.parametrize("length", [3, 60, 79, 80, 200])
-def test_of_long_values_the_part_is_shown_that_differs(length: int) -> None:
+def test_difference_of_long_values_shows_the_differing_part(length: int) -> None:
     ours, theirs = (Facts(paths=Fact("", "x" * length + name + "y" * 100)) for name in ("first", "second"))
     said = _difference(ours, theirs)
     assert re.fullmatch(r"paths is (\.\.\.)?x*firsty+\.\.\. instead of (\.\.\.)?x*secondy+\.\.\.", said), said
@@ -214,7 +214,7 @@ def test_of_long_values_the_part_is_shown_that_differs(length: int) -> None:
 
 
 @pytest.mark.parametrize("place", [0, WHOLE // 4, -1])
-def test_of_a_large_tensor_some_bytes_are_read_from_everywhere(tmp_path: Path, place: int) -> None:
+def test_digest_of_a_large_tensor_samples_bytes_from_everywhere(tmp_path: Path, place: int) -> None:
     size = WHOLE // 2  # elements of 4 bytes
     tensors = {"small": torch.zeros(3), "large": torch.zeros(size)}
     save_file(tensors, tmp_path / "a.safetensors")

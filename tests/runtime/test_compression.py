@@ -26,7 +26,7 @@ def there_and_back(values: torch.Tensor, compression: str, into: torch.Tensor | 
 
 @pytest.mark.parametrize("compression", ["int8", "fp8"])
 @given(count=st.integers(1, 3 * COMPRESSION_BLOCK), exponent=st.integers(-140, 30), seed=st.integers(0, 9))
-def test_numbers_come_back_within_a_step(compression, count, exponent, seed):
+def test_compressed_values_return_within_the_rounding_limit(compression, count, exponent, seed):
     values = torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     found = there_and_back(values, compression)
     for block, same in zip(values.split(COMPRESSION_BLOCK), found.split(COMPRESSION_BLOCK), strict=True):
@@ -40,7 +40,7 @@ def test_numbers_come_back_within_a_step(compression, count, exponent, seed):
 
 @pytest.mark.parametrize("compression", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_what_was_rounded_is_not_rounded_again(compression, dtype):
+def test_compressing_twice_equals_compressing_once(compression, dtype):
     once = there_and_back(torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype), compression)
     assert once.dtype == dtype
     assert torch.allclose(there_and_back(once, compression), once, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6)
@@ -48,7 +48,7 @@ def test_what_was_rounded_is_not_rounded_again(compression, dtype):
 
 @pytest.mark.parametrize("compression", ["int8", "fp8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_number_that_is_not_finite_stays_so(compression, bad):
+def test_nonfinite_values_survive_compression_in_place(compression, bad):
     values = torch.zeros(2 * COMPRESSION_BLOCK + 3)
     values[COMPRESSION_BLOCK + 1] = bad
     found = there_and_back(values, compression)
@@ -57,19 +57,19 @@ def test_a_number_that_is_not_finite_stays_so(compression, bad):
 
 
 @pytest.mark.parametrize("compression", ["int8", "fp8"])
-def test_messages_can_be_added_up(compression):
+def test_compressed_messages_are_accumulated(compression):
     values = torch.linspace(-3, 3, 700)
     assert torch.equal(there_and_back(values, compression, torch.ones(700)), there_and_back(values, compression) + 1)
 
 
-def test_long_messages_are_cut(monkeypatch):
+def test_long_messages_are_compressed_in_slices(monkeypatch):
     values = torch.randn(5 * COMPRESSION_BLOCK + 7)
     whole = there_and_back(values, "int8")
     monkeypatch.setattr("tawpipe.runtime.transport.compression.SLICE", 2 * COMPRESSION_BLOCK)
     assert torch.equal(there_and_back(values, "int8"), whole)
 
 
-def test_bytes_and_room():
+def test_compressed_bytes_and_scratch_sizes_are_consistent():
     assert (
         compressed_bytes(COMPRESSION_BLOCK)
         == COMPRESSION_BLOCK * compressed_width("int8", 4, 0)
@@ -100,7 +100,7 @@ def test_bytes_and_room():
     ],
     ids=lambda knobs: " ".join(map(str, knobs.values())),
 )
-def test_training_in_8_bits_is_close_and_repeats_itself(pool, knobs):
+def test_compressed_training_is_close_and_bitwise_repeatable(pool, knobs):
     """The first step's gradients are those of full messages but for the rounding, which Adam's steps would hide; the
     same bits again whatever the timing.
     """
@@ -117,7 +117,7 @@ def test_training_in_8_bits_is_close_and_repeats_itself(pool, knobs):
     assert losses == again[0] and all(torch.equal(weights[name], again[1][name]) for name in weights)
 
 
-def test_room_for_messages_is_as_said(pool):
+def test_compression_scratch_is_within_the_predicted_bytes(pool):
     """What the transport holds is what the costs count."""
     for held, said in pool.run("cases:scratch", 2, 2):
         assert 0 < held <= said

@@ -87,7 +87,7 @@ def compute(chain: SmallChain, **settings: Any) -> Compute:
     return Compute(made, llama(2), chunk_tokens=2, **settings)
 
 
-def test_a_row_goes_through_all_blocks_and_no_weight_stays() -> None:
+def test_forward_through_all_blocks_gives_the_loss_and_releases_weights() -> None:
     chain = SmallChain()
     made = compute(chain)
     for block in range(4):
@@ -99,7 +99,7 @@ def test_a_row_goes_through_all_blocks_and_no_weight_stays() -> None:
     assert made.losses(Action(Op.NORM, Lane.COMPUTE, group="world"), FRAME) == []
 
 
-def test_an_input_that_waits_in_the_hosts_memory_comes_back_as_it_was() -> None:
+def test_offloaded_input_is_reloaded_unchanged() -> None:
     chain = SmallChain()
     made = compute(chain)
     made.forward(forward(0), FRAME)
@@ -133,7 +133,7 @@ def counted() -> Callable[[Tensor, Tensor], Tensor]:
         (lambda hidden, weight: hidden * weight.add_(1)[:1] * 0, "changes weights in place"),
     ],
 )
-def test_a_layer_that_is_more_than_what_it_is_given_is_refused_by_name(layer, reason) -> None:
+def test_layer_that_is_not_a_function_of_its_input_is_refused_by_name(layer, reason) -> None:
     made = compute(SmallChain(layer))
     frame = replace(FRAME, buffers={buffer: flat.clone() for buffer, flat in WEIGHTS.items()})
     made.forward(forward(0), frame)
@@ -141,7 +141,7 @@ def test_a_layer_that_is_more_than_what_it_is_given_is_refused_by_name(layer, re
         made.forward(forward(1), frame)
 
 
-def test_every_token_is_counted_by_one_rank() -> None:
+def test_every_token_is_counted_on_one_rank() -> None:
     rows = {0: row(1, 2, 3), 1: row(1, IGNORE, IGNORE), 2: row(1, 1, IGNORE)}
     alone = StepInput(rows, scale=1.0, seed=0, step=0)
     assert alone.tokens == 6 and alone.is_shared(2)
@@ -155,7 +155,7 @@ def blocks_of(**settings: Any) -> Blocks:
     return Blocks(chain, llama(2), chunk_tokens=2, **settings)
 
 
-def test_the_embedding_leaves_a_batch_and_an_input_that_go_when_they_are_freed() -> None:
+def test_embedding_keeps_batch_and_input_until_freed() -> None:
     blocks, action = blocks_of(), forward(0)
     blocks.bind(action, WEIGHTS)
     embed(blocks, action, GIVEN, None)
@@ -166,13 +166,13 @@ def test_the_embedding_leaves_a_batch_and_an_input_that_go_when_they_are_freed()
     assert not any(held.tables.values())
 
 
-def test_ranks_of_a_set_share_the_tokens_of_a_row() -> None:
+def test_context_parallel_ranks_share_the_tokens_of_a_row() -> None:
     blocks = blocks_of(sequence_ranks=2)
     given = [StepInput(GIVEN.micro_batches, scale=1.0, seed=None, step=0, place=place) for place in range(2)]
     assert sum(blocks.shape(part, 4)[1] for part in given) == 3 == blocks_of().shape(GIVEN, 4)[1]
 
 
-def test_a_block_is_new_until_it_has_run_twice_and_gives_the_same_then() -> None:
+def test_new_block_is_checked_once_to_repeat_its_result() -> None:
     blocks, action = blocks_of(), forward(1)
     blocks.bind(action, WEIGHTS)
     assert sums_when_new(blocks, action)
@@ -183,7 +183,7 @@ def test_a_block_is_new_until_it_has_run_twice_and_gives_the_same_then() -> None
     assert sums_when_new(blocks, action) is None
 
 
-def test_a_tensor_is_read_as_rows_and_rows_stay_what_they_are() -> None:
+def test_rows_of_wraps_a_tensor_and_returns_rows_unchanged() -> None:
     tensor = torch.arange(6.0).view(1, 3, 2)
     rows = rows_of(tensor)
     assert isinstance(rows, OnDevice) and rows_of(rows) is rows

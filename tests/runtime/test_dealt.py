@@ -12,9 +12,7 @@ LENGTHS = [(16,), (5, 11), (1, 2, 3), (7, 1, 9, 30)]
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_is_gathered_by_rank_comes_into_the_order_of_the_row_and_back(
-    lengths: tuple[int, ...], ranks: int
-) -> None:
+def test_tokens_gathered_by_rank_return_to_row_order(lengths: tuple[int, ...], ranks: int) -> None:
     tokens, row = sum(lengths), torch.arange(sum(lengths) * 3.0).view(1, 1, -1, 3)
     dealt = SetTokens(lengths, ranks, 0)
     gathered = dealt.by_rank(row)
@@ -34,7 +32,7 @@ def test_what_is_gathered_by_rank_comes_into_the_order_of_the_row_and_back(
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_parts_of_a_ranks_tokens_are_where_they_are_in_the_row(lengths: tuple[int, ...], size: int) -> None:
+def test_parts_of_the_tokens_of_a_rank_map_to_their_row_positions(lengths: tuple[int, ...], size: int) -> None:
     for place in range(2):
         dealt = SetTokens(lengths, 2, place)
         own = [token for begin, end in dealt.own for token in range(begin, end)]

@@ -12,7 +12,7 @@ from tawpipe.errors import UserError
 from tawpipe.runtime.world import LEAST_CONNECTIONS, pick_device, require_same_kind, warn_of_few_connections
 
 
-def test_a_driver_that_is_too_old_is_named_and_the_cpu_is_taken_instead(monkeypatch, caplog):
+def test_too_old_driver_is_named_and_auto_uses_the_cpu(monkeypatch, caplog):
     def refuse(_: int) -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
 
@@ -28,7 +28,7 @@ def test_a_driver_that_is_too_old_is_named_and_the_cpu_is_taken_instead(monkeypa
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_a_device_that_others_have_filled_is_not_replaced_by_the_cpu(monkeypatch, wanted):
+def test_full_gpu_is_refused_instead_of_falling_back_to_the_cpu(monkeypatch, wanted):
     def refuse(_: int) -> None:
         raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
 
@@ -38,7 +38,7 @@ def test_a_device_that_others_have_filled_is_not_replaced_by_the_cpu(monkeypatch
         pick_device(wanted, 0)
 
 
-def test_a_context_that_torch_takes_by_itself_is_no_news(monkeypatch):
+def test_missing_cuda_context_warning_of_torch_is_suppressed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     with warnings.catch_warnings(record=True) as seen:
@@ -49,7 +49,7 @@ def test_a_context_that_torch_takes_by_itself_is_no_news(monkeypatch):
     assert [str(warning.message) for warning in seen] == ["another"]
 
 
-def test_a_machine_that_falls_back_to_the_cpu_alone_is_named():
+def test_rank_that_falls_back_to_the_cpu_among_gpus_is_named():
     """Its peers would wait for it on their GPUs, in a group that it does not join."""
     store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
@@ -62,7 +62,7 @@ def test_a_machine_that_falls_back_to_the_cpu_alone_is_named():
 @pytest.mark.parametrize(
     ("said", "warns"), [("1", True), (str(LEAST_CONNECTIONS), False), ("32", False), (None, False)]
 )
-def test_too_few_connections_for_all_streams_are_named(said, warns, caplog):
+def test_too_few_cuda_connections_are_named(said, warns, caplog):
     with caplog.at_level(logging.WARNING):
         warn_of_few_connections({"CUDA_DEVICE_MAX_CONNECTIONS": said} if said else {})
     assert (f"CUDA_DEVICE_MAX_CONNECTIONS={said}" in caplog.text) == warns

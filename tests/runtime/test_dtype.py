@@ -38,7 +38,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, asked: str, *capabilities: Any, earl
         ((None, None), "float32"),
     ],
 )
-def test_auto_is_bfloat16_where_every_device_computes_in_it(monkeypatch, capabilities, dtype):
+def test_dtype_auto_is_bfloat16_if_every_device_supports_it(monkeypatch, capabilities, dtype):
     chosen, why = choose(monkeypatch, "auto", *capabilities)
     assert chosen == dtype and why.startswith("auto: ")
     assert choose(monkeypatch, "float64", *capabilities) == ("float64", "as --dtype says")
@@ -55,13 +55,13 @@ def test_auto_is_bfloat16_where_every_device_computes_in_it(monkeypatch, capabil
         ("", (9, 0), "bfloat16", "compute in it"),
     ],
 )
-def test_a_resumed_run_keeps_its_dtype_where_the_devices_compute_in_it(monkeypatch, earlier, capability, dtype, words):
+def test_resumed_run_keeps_its_dtype_if_devices_support_it(monkeypatch, earlier, capability, dtype, words):
     chosen, why = choose(monkeypatch, "auto", capability, earlier=earlier)
     assert chosen == dtype and words in why
     assert choose(monkeypatch, "bfloat16", capability, earlier=earlier)[0] == "bfloat16", "what is asked for counts"
 
 
-def test_the_library_takes_auto_or_a_dtype_of_torch():
+def test_library_accepts_dtype_auto_or_a_torch_dtype():
     pipeline = Pipeline(llama()(), optimizer=sgd, checks=CheckSettings(check="never"))
     assert pipeline.dtype == torch.float32 and not computes_in_bfloat16(pipeline.world.device)
     pipeline.close()

@@ -82,7 +82,7 @@ def check(home: torch.Tensor, copy: torch.Tensor) -> None:
     rare=st.sampled_from((1, 2, 50)),
     seed=st.integers(0, 2**31),
 )
-def test_any_bits_become_any_others(length, most, rare, seed):
+def test_exact_compression_restores_random_bits(length, most, rare, seed):
     dice = torch.Generator().manual_seed(seed)
     before = torch.randint(0, 1 << 16, (length,), generator=dice)
     moved = torch.randint(-most, most + 1, (length,), generator=dice)
@@ -93,7 +93,7 @@ def test_any_bits_become_any_others(length, most, rare, seed):
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("distance", [0, 1, 7, 8, 127, 128, 255, 0x7FFF, 0x8000, 0xFFFF])
-def test_every_bit_pattern_becomes_the_one_that_lies_so_far_from_it(distance, on_gpu, monkeypatch):
+def test_exact_compression_restores_every_bit_pattern_at_any_distance(distance, on_gpu, monkeypatch):
     """As on a CPU, and without a shape that depends on numbers."""
     monkeypatch.setattr("tawpipe.runtime.transport.exact._waits_for_nobody", lambda _: not on_gpu)
     every = torch.arange(1 << 16).repeat(2)[:70_000]
@@ -103,14 +103,14 @@ def test_every_bit_pattern_becomes_the_one_that_lies_so_far_from_it(distance, on
     check(bf16(every), bf16(few))
 
 
-def test_numbers_of_one_sign_that_are_next_to_each_other_are_one_apart():
+def test_exact_changes_count_steps_between_neighbouring_bf16_values():
     before = bf16(torch.tensor([0xC000, 0x8000, 0x0000, 0x3F80]))  # -2, -0, 0, 1
     after = bf16(torch.tensor([0xBFFF, 0x0000, 0x0001, 0x3F81]))
     assert (after[[0, 2, 3]] > before[[0, 2, 3]]).all()
     assert changes(after, before).tolist() == [4, 1, 1, 1]  # a zero that becomes the other one is far away
 
 
-def test_a_copy_that_messages_alone_have_changed_has_its_owners_bits():
+def test_copy_updated_by_exact_messages_equals_its_owner():
     torch.manual_seed(0)
     master, forms = torch.randn(16 * SLICE + 999) * 0.02, set()
     copy = master.bfloat16()
@@ -127,7 +127,7 @@ def test_a_copy_that_messages_alone_have_changed_has_its_owners_bits():
     assert {NOTHING, 2, 4, WHOLE} <= forms
 
 
-def test_lanes_that_code_at_one_time_have_memory_of_their_own():
+def test_exact_compression_is_thread_safe_across_lanes():
     def changed_rightly(seed: int) -> bool:
         dice = torch.Generator().manual_seed(seed)
         before = torch.randint(0, 1 << 16, (16 * SLICE,), generator=dice)
@@ -139,7 +139,7 @@ def test_lanes_that_code_at_one_time_have_memory_of_their_own():
         assert all(lanes.map(changed_rightly, range(40)))
 
 
-def test_the_shortest_form_is_taken():
+def test_shortest_exact_form_is_chosen():
     assert best_form([0, 0, 0, 0], 5).bits == NOTHING
     assert best_form([1, 0, 0, 0], 1000) == ChangeForm(2)
     assert best_form([1000, 1000, 3, 0], 1000) == ChangeForm(4, 3)
@@ -150,7 +150,7 @@ def test_the_shortest_form_is_taken():
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 70_000), st.integers(0, 2**31), st.integers(0, 15))
-def test_a_bit_that_turns_over_changes_the_checksum(length, seed, bit):
+def test_checksum_detects_any_flipped_bit(length, seed, bit):
     values = torch.randint(0, 1 << 16, (length,), generator=torch.Generator().manual_seed(seed))
     turned = values.clone()
     turned[seed % length] ^= 1 << bit
@@ -169,7 +169,7 @@ def refused(nodes: int, local: int, groups: str) -> bool:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_schedules_are_proved_and_right(data):
+def test_exact_compression_schedules_verify_and_compute_right_sums(data):
     nodes, local = data.draw(st.sampled_from([(2, 1), (2, 2), (3, 2), (4, 1)]))
     kind = data.draw(st.sampled_from([{}, {"tied": True}, {"lora": True}, {"frozen": 2}]))
     given = dict(data.draw(st.sampled_from([EXACT, EXACT | {"early_updates": True}, EXACT | {"look_ahead": 0}])))
@@ -188,7 +188,7 @@ def test_schedules_are_proved_and_right(data):
             assert sorted(refreshed) == list(range(len(schedule.model.units)))  # once each
 
 
-def test_evaluation_keeps_copies_in_the_same_places():
+def test_evaluation_keeps_weight_copies_in_equal_buffers():
     steps = [make(llama(3), 2, 2, count, training=training, **EXACT) for count, training in ((4, True), (7, False))]
     first, second = ({p.name: p.elements for p in s.pools[0] if p.kind is Kind.COPY} for s in steps)
     assert first == second and len(first) == len(steps[0].model.units)
@@ -263,14 +263,14 @@ MUTANTS = (
 
 
 @pytest.mark.parametrize("change", MUTANTS, ids=lambda change: change.__name__)
-def test_what_would_leave_a_copy_stale_is_refused(change):
+def test_schedule_changes_that_leave_a_copy_stale_are_refused(change):
     schedule = make(llama(3), 2, 2, 4, **EXACT)
     verify(schedule)
     with pytest.raises(ScheduleError):
         verify(edited(schedule, change))
 
 
-def test_a_member_whose_copy_is_of_another_version_is_refused():
+def test_schedule_with_a_missing_refresh_on_one_rank_is_refused():
     schedule = make(llama(3), 2, 2, 4, **EXACT)
     with pytest.raises(ScheduleError):
         verify(replace(schedule, programs=(tuple(no_refresh(schedule.programs[0])), *schedule.programs[1:])))
@@ -278,7 +278,7 @@ def test_a_member_whose_copy_is_of_another_version_is_refused():
 
 @pytest.mark.parametrize("kind", [{}, {"lora": True}, {"frozen": 2}])
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (3, 2)])
-def test_what_is_said_of_links_is_what_the_clock_moves(nodes, local, kind):
+def test_predicted_bytes_of_exact_weights_equal_the_simulation(nodes, local, kind):
     widths, model = Widths(2, 4, 4, 2), llama(4, **kind)
     usual, schedule = (make(model, nodes, local, 4, **given) for given in (PLAIN, EXACT))
     plain, exact = (costs(one, widths, activation_bytes={}) for one in (usual, schedule))
@@ -321,21 +321,21 @@ def test_what_is_said_of_links_is_what_the_clock_moves(nodes, local, kind):
         (2, {"strategy": "tawpipe-step", "reuse": False, "step_cache": "all"}, "without reuse"),
     ],
 )
-def test_where_no_copy_stays_it_is_refused_by_name(nodes, given, reason):
+def test_weights_compression_exact_is_refused_without_kept_copies(nodes, given, reason):
     with pytest.raises(UserError, match=reason) as refused:
         make(llama(6), nodes, 2, 4, weights_compression="exact", **given)
     assert refused.value.setting == "schedule.weights_compression" and "none" in str(refused.value)
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-step", "tawpipe-groups", "1f1b"])
-def test_on_one_node_it_does_nothing(strategy):
+def test_weights_compression_exact_changes_nothing_on_one_node(strategy):
     """A run that goes on without the other machines must not end."""
     schedule = make(llama(3), 1, 2, 4, strategy=strategy, weights_compression="exact")
     assert schedule.programs == make(llama(3), 1, 2, 4, strategy=strategy).programs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_types_than_bf16_are_refused_by_name(dtype):
+def test_weights_compression_exact_is_refused_for_other_dtypes_than_bf16(dtype):
     usual: dict[str, Any] = {"clip_norm": 1.0, "compile_layers": False, "quantize": "none"}
     chosen = ScheduleSettings(strategy="tawpipe-step", weights_compression="exact")
     refuse_settings(chosen, **usual, dtype=torch.bfloat16)
@@ -357,7 +357,7 @@ MORE = {
 }
 
 
-def test_no_bit_depends_on_how_weights_travel(pool, tmp_path):
+def test_weights_compression_exact_changes_no_bit(pool, tmp_path):
     """Weights, moments, losses, norms after steps that change nothing, everything, or would not be finite; between
     them evaluations, a save and a load.
     """
@@ -365,12 +365,12 @@ def test_no_bit_depends_on_how_weights_travel(pool, tmp_path):
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_how_weights_travel_in_more_cases(pool, tmp_path):
+def test_weights_compression_exact_changes_no_bit_in_more_cases(pool, tmp_path):
     run_cases(pool, MORE, str(tmp_path))
 
 
 @pytest.mark.slow
-def test_200_steps_have_the_same_bits(pool, tmp_path):
+def test_exact_compression_changes_no_bit_in_200_steps(pool, tmp_path):
     """With coded weights and coded gradients: over skipped steps, evaluations, loads, a spike of the rate, and
     another plan from the half on.
     """
@@ -382,14 +382,14 @@ def test_200_steps_have_the_same_bits(pool, tmp_path):
     ("coded", "lr", "most"),
     [({}, 3e-4, 1.0), ({"weights_compression": "exact"}, 3e-4, 0.37), ({"weights_compression": "exact"}, 1e-5, 0.16)],
 )
-def test_what_leaves_a_rank_is_what_is_said(pool, coded, lr, most):
+def test_sent_bytes_of_exact_weights_match_the_prediction(pool, coded, lr, most):
     """Before anything has changed by 4.4 bits a weight, then as in the last step."""
     for sent, said, expected, weights, gradients in pool.run("exact:moved", 2, 1, coded=coded, lr=lr):
         assert sent == pytest.approx(said, rel=0.03) and sent == pytest.approx(expected, rel=0.03) and gradients == 1
         assert weights <= most and bool(coded) == (weights < 1)
 
 
-def test_a_copy_that_a_bit_has_spoiled_is_found_said_and_healed(pool):
+def test_corrupted_weight_copy_is_detected_and_restored(pool):
     results = pool.run("exact:spoiled", 2, 2)
     assert [healed for healed, _, _ in results] == [[], [2], [], [2]]  # the members of a rail
     assert all(not wrong and same for _, wrong, same in results)

@@ -61,7 +61,7 @@ def sums(count: int, numbers: int, seed: int = 0) -> torch.Tensor:
     kind=st.sampled_from(("any bits", "sums", "zeros", "few sizes", "rows of zeros")),
     seed=st.integers(0, 2**31),
 )
-def test_every_bit_comes_back(length, dtype, kind, seed):
+def test_exact_gradient_compression_restores_every_bit(length, dtype, kind, seed):
     dice = torch.Generator().manual_seed(seed)
     if kind == "any bits":
         values = torch.randint(-(2**31), 2**31, (length,), generator=dice).to(torch.int32).view(torch.float32)
@@ -79,7 +79,7 @@ def test_every_bit_comes_back(length, dtype, kind, seed):
 
 
 @pytest.mark.parametrize("distance", [0, 1, 13, 14, 15, 200])
-def test_exponents_at_the_ends_of_the_window_come_back(distance):
+def test_exact_gradient_compression_restores_extreme_exponents(distance):
     """Around zero, around the largest, and where the lowest is next to what is below it."""
     exponents = torch.arange(256).repeat(64)
     few = torch.cat([exponents, torch.full((1 << 14,), distance), torch.full((1 << 14,), max(0, distance - 1))])
@@ -87,7 +87,7 @@ def test_exponents_at_the_ends_of_the_window_come_back(distance):
     there_and_back((few << 23).to(torch.int32).view(torch.float32))
 
 
-def test_sums_of_few_numbers_take_the_bits_that_are_said():
+def test_exact_gradient_compression_reaches_its_predicted_width():
     for summands in (1, 2, 4, 8):
         values = sums(summands, 1 << 18)
         bits = 8 * there_and_back(values) / values.numel()
@@ -101,7 +101,7 @@ def test_sums_of_few_numbers_take_the_bits_that_are_said():
 
 @pytest.mark.parametrize("given", [EXACT, {**EXACT, "strategy": "tawpipe-spread"}, {**EXACT, "early_updates": True}])
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (3, 2)])
-def test_schedules_are_proved_and_what_is_said_of_links_is_what_the_clock_moves(nodes, local, given):
+def test_exact_gradient_schedules_verify_and_bytes_equal_the_simulation(nodes, local, given):
     usual: dict[str, Any] = {name: value for name, value in given.items() if name != "gradients_compression"}
     plain, schedule = (make(llama(4), nodes, local, 4 * nodes * local, **how) for how in (usual, given))
     verify(schedule, one_thread=True)
@@ -118,7 +118,7 @@ def test_schedules_are_proved_and_what_is_said_of_links_is_what_the_clock_moves(
     assert more == 2 * coded_room(max(home.stripe for home in schedule.homes), 4)
 
 
-def test_coding_takes_its_time_on_the_clock():
+def test_exact_gradient_compression_takes_simulated_time():
     usual: dict[str, Any] = {"strategy": "tawpipe-step"}
     plain, coded = (make(llama(4), 2, 1, 4, **how) for how in (usual, EXACT))
     fast = CostModel.timed(layers=4, forward_s=1e-3, backward_s=3e-3, between=LinkModel(1e4), inside=LinkModel(1e9))
@@ -136,7 +136,7 @@ def recoded(action: Any, compression: str) -> Any:
 
 
 @pytest.mark.parametrize("compression", ["", "int8"])
-def test_gradients_that_travel_otherwise_than_said_are_refused(compression):
+def test_gradients_sent_in_an_undeclared_form_are_refused(compression):
     schedule = make(llama(3), 2, 1, 4, **EXACT)
     programs = tuple(tuple(recoded(action, compression) for action in program) for program in schedule.programs)
     with pytest.raises(ScheduleError, match="travels as"):
@@ -149,7 +149,7 @@ def test_gradients_that_travel_otherwise_than_said_are_refused(compression):
 @pytest.mark.parametrize(
     "strategy", ["tawpipe-striped", "tawpipe-whole", "flat", "hsdp", "tawpipe-groups", "weipipe", "1f1b"]
 )
-def test_where_gradients_add_up_otherwise_it_is_refused_by_name(strategy):
+def test_gradients_compression_exact_is_refused_by_unsupported_strategies(strategy):
     with pytest.raises(UserError, match="round one ring") as refused:
         make(llama(6), 2, 2, 4, strategy=strategy, gradients_compression="exact")
     assert refused.value.setting == "schedule.gradients_compression" and "none under" in str(refused.value)
@@ -160,7 +160,7 @@ def test_where_gradients_add_up_otherwise_it_is_refused_by_name(strategy):
 @pytest.mark.parametrize(
     ("where", "reason"), [({"on_gpus": True}, "on GPUs"), ({"dtype": torch.float64}, "none with float64")]
 )
-def test_gpus_and_fp64_are_refused_by_name(where, reason):
+def test_gradients_compression_exact_is_refused_on_gpus_and_for_fp64(where, reason):
     usual: dict[str, Any] = {"clip_norm": 1.0, "compile_layers": False, "quantize": "none"}
     chosen = ScheduleSettings(**EXACT)
     refuse_settings(chosen, **usual, dtype=torch.float32)
@@ -183,15 +183,15 @@ MORE = {
 }
 
 
-def test_no_bit_depends_on_how_gradients_travel(pool, tmp_path):
+def test_gradients_compression_exact_changes_no_bit(pool, tmp_path):
     run_cases(pool, CASES, str(tmp_path), coded=CODED)
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_how_gradients_travel_in_more_cases(pool, tmp_path):
+def test_gradients_compression_exact_changes_no_bit_in_more_cases(pool, tmp_path):
     run_cases(pool, MORE, str(tmp_path), coded=CODED)
 
 
-def test_messages_are_cut_and_their_bytes_are_those_that_are_said(pool):
+def test_sent_bytes_of_exact_gradients_match_the_prediction(pool):
     for sent, said, _, _, gradients in pool.run("exact:moved", 2, 1, coded=CODED, lr=3e-4):
         assert sent == pytest.approx(said, rel=0.03) and gradients < 0.8

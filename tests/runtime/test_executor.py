@@ -86,7 +86,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_gradients_of_a_step_are_added_up_and_divided_by_its_tokens(early: bool) -> None:
+def test_step_gradients_are_summed_and_divided_by_tokens(early: bool) -> None:
     alone = Alone(KnownGradients(), early_updates=early)
     result = alone.step()
     mean = (1 + 2 + 3 + 4) / (2.0 * 8)  # of all micro-batches; the backward pass multiplies by the scale
@@ -98,7 +98,7 @@ def test_gradients_of_a_step_are_added_up_and_divided_by_its_tokens(early: bool)
     alone.executor.close()
 
 
-def test_clipping_scales_all_gradients_alike() -> None:
+def test_clipping_scales_all_gradients_by_one_factor() -> None:
     alone = Alone(KnownGradients())
     norm = alone.step(clip_norm=0.25).grad_norm
     assert norm > 0.25
@@ -106,7 +106,7 @@ def test_clipping_scales_all_gradients_alike() -> None:
     alone.executor.close()
 
 
-def test_a_number_that_is_not_finite_changes_nothing_until_it_is_forgiven() -> None:
+def test_nonfinite_gradient_blocks_updates_until_forgiven() -> None:
     compute = KnownGradients(lambda m: float("inf") if m == 2 else 1.0)
     alone = Alone(compute)
     assert not alone.step().finite and not alone.weights.any()
@@ -122,7 +122,7 @@ def test_a_number_that_is_not_finite_changes_nothing_until_it_is_forgiven() -> N
     alone.executor.close()
 
 
-def test_a_failure_comes_out_and_no_step_follows_it() -> None:
+def test_failure_in_a_lane_is_raised_and_later_steps_are_refused() -> None:
     compute = KnownGradients()
     alone = Alone(compute)
     compute.fails = "COMPUTE FORWARD b1"
@@ -138,7 +138,7 @@ def test_a_failure_comes_out_and_no_step_follows_it() -> None:
     alone.executor.watchdog.close()
 
 
-def test_results_are_read_when_the_step_has_ended_and_say_what_they_are() -> None:
+def test_step_result_waits_for_the_step_and_reports_its_numbers() -> None:
     alone = Alone(KnownGradients())
     before = time.perf_counter()
     result = alone.step()

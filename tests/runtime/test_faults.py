@@ -24,7 +24,7 @@ from tawpipe.schedule.buffers import home_weight
     kind=st.sampled_from(KINDS),
     number=st.none() | st.integers(0, 99),
 )
-def test_a_fault_is_read_as_it_is_written(rank, step, place, kind, number):
+def test_injected_fault_reads_back_from_its_text(rank, step, place, kind, number):
     text = f"rank={rank},step={step},at={place.upper()}{'' if number is None else f':{number}'},kind={kind}"
     if place not in ONLY.get(kind, PLACES):
         with pytest.raises(UserError, match="injector"):
@@ -34,7 +34,7 @@ def test_a_fault_is_read_as_it_is_written(rank, step, place, kind, number):
 
 
 @given(st.text() | st.text(alphabet="rankstepkind=,:;0123456789-"))
-def test_other_text_is_named(text):
+def test_arbitrary_fault_text_is_parsed_or_refused_by_setting(text):
     try:
         parse_faults(text)
     except UserError as error:
@@ -57,7 +57,7 @@ def test_other_text_is_named(text):
         "rank=1,step=2,at=push,kind=slow,seconds=nan",
     ],
 )
-def test_what_cannot_be_injected_is_refused(text):
+def test_impossible_faults_are_refused(text):
     with pytest.raises(UserError, match="injector"):
         parse_faults(text)
 
@@ -67,12 +67,12 @@ def schedule():
     return make(sizes(3), 2, 2, 4)
 
 
-def test_every_place_of_a_schedule_is_known(schedule):
+def test_every_fault_place_occurs_in_a_schedule(schedule):
     found = {place_of(action) for action in schedule.programs[0]}
     assert found >= {"pull", "gather", "forward", "backward", "reduce", "push", "update"}
 
 
-def test_a_place_that_is_not_there_is_named(schedule):
+def test_fault_place_missing_in_the_schedule_is_named(schedule):
     Injector([Fault(0, 1, "push", "kill")], 0, restart=0).check(schedule, 0)
     Injector([Fault(1, 1, "push", "kill", number=77)], 0, restart=0).check(schedule, 0)  # another rank's
     with pytest.raises(UserError, match="push:77"):
@@ -82,7 +82,7 @@ def test_a_place_that_is_not_there_is_named(schedule):
         Injector([Fault(0, 1, "pull", "kill")], 0, restart=0).check(one_node, 0)
 
 
-def test_a_fault_happens_once_and_in_its_start():
+def test_fault_is_injected_once_and_only_in_its_restart():
     action = Action.parse("COMPUTE UPDATE u3 | norm home.g.3 -> home.w.3")
     fault = Fault(0, 4, "update", "error", number=3)
     assert Injector([fault], 0, restart=1).around(action, 4, print, {}) is print
@@ -95,7 +95,7 @@ def test_a_fault_happens_once_and_in_its_start():
     assert not ran and injector.around(action, 4, print, {}) is print
 
 
-def test_numbers_are_spoiled():
+def test_spoil_writes_flipped_bits_and_nans():
     action = Action.parse("COMPUTE UPDATE u3 | norm home.g.3 -> home.w.3")
     weights = torch.full((4,), 1.5)
     buffers = {home_weight(3): weights}
@@ -105,5 +105,5 @@ def test_numbers_are_spoiled():
     assert bool(weights.isnan().all())
 
 
-def test_faults_are_frozen():
+def test_replace_makes_a_changed_copy_of_a_fault():
     assert replace(Fault(0, 1, "push", "kill"), rank=2).rank == 2

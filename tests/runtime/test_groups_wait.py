@@ -46,7 +46,7 @@ def generates(_: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [serves, trains, generates])
-def test_who_makes_groups_waits_first_for_ranks_that_come_later(
+def test_slow_ranks_are_awaited_before_groups_are_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, act: Callable[[Any], None]
 ) -> None:
     """As reading weights takes longer from one disk than from another."""

@@ -38,7 +38,7 @@ def given() -> tuple[Tensor, MicroBatch]:
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 5, 8, 1000])
-def test_chunks_give_the_loss_and_the_gradients_of_the_whole(chunk_tokens: int) -> None:
+def test_chunked_loss_equals_the_loss_and_gradients_of_the_whole_row(chunk_tokens: int) -> None:
     hidden, batch = given()
     whole: Any = Head()
     leaf = hidden.clone().requires_grad_()
@@ -53,7 +53,7 @@ def test_chunks_give_the_loss_and_the_gradients_of_the_whole(chunk_tokens: int) 
     assert head.most <= max(2, chunk_tokens)  # a chunk has one position of every row at least
 
 
-def test_without_gradients_nothing_is_propagated() -> None:
+def test_chunked_loss_propagates_no_gradients_without_grad_mode() -> None:
     hidden, batch = given()
     head: Any = Head()
     loss_in_chunks(head, hidden, batch, None, 4.0, 4)  # of what is before the head, nothing is trained
@@ -64,7 +64,7 @@ def test_without_gradients_nothing_is_propagated() -> None:
     assert head.project.weight.grad is None
 
 
-def test_another_head_is_given_every_position_once_with_its_labels() -> None:
+def test_custom_head_receives_every_position_once_with_its_labels() -> None:
     hidden, batch = given()
     seen: list[int] = []
 

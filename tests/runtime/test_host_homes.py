@@ -30,7 +30,7 @@ def check(pool, cases) -> None:
                 assert not wrong, (case, wrong)
 
 
-def test_no_bit_depends_on_where_homes_are(pool) -> None:
+def test_host_homes_change_no_bit(pool) -> None:
     """Every value of every choice, of three strategies."""
     few = [case for case in every_case() if case["strategy"] in ("tawpipe-spread", "tawpipe-whole", "1f1b")]
     cases = pairwise(few, pairs=lambda *_: False)
@@ -39,7 +39,7 @@ def test_no_bit_depends_on_where_homes_are(pool) -> None:
 
 
 @pytest.mark.slow
-def test_no_bit_depends_on_where_homes_are_in_any_two_choices(pool) -> None:
+def test_host_homes_change_no_bit_in_any_pair_of_settings(pool) -> None:
     """Every strategy with every level, and every pair of level, topology, end of a step, rounds, scope of gradients,
     type and optimizer.
     """
@@ -77,7 +77,7 @@ OTHERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
-def test_no_bit_depends_on_it_under_other_optimizers_and_models(pool, name: str) -> None:
+def test_host_homes_change_no_bit_with_other_optimizers_and_models(pool, name: str) -> None:
     nodes, local, level = (2, OTHERS[name].get("sequence_ranks", 1), "all")
     if name in ("muon, early", "counts of its own", "nothing kept"):
         nodes, local, level = 1, 1, "state"
@@ -88,7 +88,7 @@ def test_no_bit_depends_on_it_under_other_optimizers_and_models(pool, name: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "level"), [("tawpipe-spread", "all"), ("1f1b", "state")])
-def test_random_delays_change_no_bit(pool, strategy: str, level: str) -> None:
+def test_random_delays_change_no_bit_of_host_homes(pool, strategy: str, level: str) -> None:
     knobs = {"strategy": strategy, "host_homes": level, "rows": 5, "steps": 3, "layers": 3}
     for found in pool.run("host_homes:delayed", 2, 1, seeds=2, **knobs):
         assert not any(found)
@@ -99,7 +99,7 @@ def _bytes(folder) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_what_was_saved_goes_on_under_any_place_of_homes_and_strategy_and_number_of_processes(pool, tmp_path) -> None:
+def test_checkpoint_resumes_under_any_host_homes_and_process_count(pool, tmp_path) -> None:
     """From homes on devices to homes in the host's memory on other processes, and back; files are equal."""
     run = lambda nodes, local, **knobs: pool.run("host_homes:saved", nodes, local, folder=str(tmp_path), **knobs)[0]  # noqa: E731
     begun = run(2, 1, steps=2, save="begun")
@@ -117,7 +117,7 @@ def test_what_was_saved_goes_on_under_any_place_of_homes_and_strategy_and_number
 
 
 @pytest.mark.slow
-def test_a_state_without_steps_goes_on(pool, tmp_path) -> None:
+def test_checkpoint_of_an_optimizer_without_steps_resumes(pool, tmp_path) -> None:
     """An optimizer that has kept nothing yet."""
     for knobs in ({}, {"host_homes": "state"}):
         pool.run("host_homes:saved", 1, 1, folder=str(tmp_path), steps=0, save="fresh", **knobs)
@@ -128,7 +128,7 @@ def test_a_state_without_steps_goes_on(pool, tmp_path) -> None:
         assert first == second
 
 
-def test_a_step_that_is_not_finite_changes_nothing_at_home() -> None:
+def test_nonfinite_step_changes_nothing_in_host_homes() -> None:
     poisoned = [False]
 
     def loss(logits, labels):
@@ -157,7 +157,7 @@ def test_a_step_that_is_not_finite_changes_nothing_at_home() -> None:
 
 
 @pytest.mark.parametrize("level", ["state", "all"])
-def test_an_evaluation_and_an_export_read_what_training_left(tmp_path, level: str) -> None:
+def test_evaluation_and_export_read_updated_host_homes(tmp_path, level: str) -> None:
     made, plain = make(host_homes=level), make()
     losses = []
     for pipeline in (made, plain):
@@ -170,7 +170,7 @@ def test_an_evaluation_and_an_export_read_what_training_left(tmp_path, level: st
     plain.close()
 
 
-def test_states_of_any_shape_are_at_home_and_come_back(tmp_path) -> None:
+def test_optimizer_states_of_any_shape_are_kept_in_host_homes(tmp_path) -> None:
     pipelines = [make(OPTIMIZERS["preconditioned"], host_homes=level, strategy="tawpipe-whole") for level in LEVELS]
     for pipeline in pipelines:
         train(pipeline, BATCHES[:2])
@@ -187,7 +187,7 @@ def test_states_of_any_shape_are_at_home_and_come_back(tmp_path) -> None:
         pipeline.close()
 
 
-def test_a_save_that_training_waits_for_has_a_limit(tmp_path, monkeypatch) -> None:
+def test_save_from_host_homes_ends_at_its_time_limit(tmp_path, monkeypatch) -> None:
     pipeline, wait = make(host_homes="state"), threading.Event()
     write = Saving._write
     monkeypatch.setattr(Saving, "_write", lambda saving: wait.wait(30) and write(saving))
@@ -197,7 +197,7 @@ def test_a_save_that_training_waits_for_has_a_limit(tmp_path, monkeypatch) -> No
     pipeline.close()
 
 
-def test_a_gradient_that_went_no_way_home_is_not_there_to_be_asked_for() -> None:
+def test_gradient_not_kept_under_early_updates_is_refused() -> None:
     knobs = {"early_updates": True, "clip_norm": None, "micro_batches_per_visit": 2}
     pipeline = make(host_homes="all", **knobs)
     train(pipeline, BATCHES[:1])
@@ -226,7 +226,9 @@ def device_and_host_bytes(pipeline) -> tuple[int, int, int]:
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("plain", marks=pytest.mark.slow), "muon"])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_what_is_counted_is_what_is_said(monkeypatch, optimizer: str, dtype: torch.dtype, cut: bool) -> None:
+def test_device_and_host_bytes_of_host_homes_match_the_prediction(
+    monkeypatch, optimizer: str, dtype: torch.dtype, cut: bool
+) -> None:
     if cut and optimizer == "muon":  # no slice is smaller than a matrix, and these are small
         return
     if cut:

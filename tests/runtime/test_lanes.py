@@ -45,7 +45,7 @@ def cuda_lane(monkeypatch: pytest.MonkeyPatch) -> CudaLane:
     return CudaLane(torch.device("cuda", 0))
 
 
-def test_a_lane_is_looked_at_while_actions_are_issued(cuda_lane, monkeypatch):
+def test_watchdog_reads_a_lane_while_actions_are_issued(cuda_lane, monkeypatch):
     """The watchdog's thread looks at what the main thread adds to, and every allocation may switch between them."""
     failures: list[BaseException] = []
     over = threading.Event()
@@ -92,7 +92,7 @@ class TimedEvent:
         return other.ms - self.ms
 
 
-def test_a_stream_says_when_it_came_to_a_moment_that_the_host_sees_late(monkeypatch):
+def test_stream_moment_is_dated_by_device_time_if_the_host_looks_late(monkeypatch):
     """Where the host did not wait, the end is as long after the one before as the device says; but not before it was
     issued, and not still to come.
     """

@@ -46,6 +46,6 @@ def calls_of_a_step(layers: int, recompute: str) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_calls_for_each_layer_are_as_many_with_8_layers_as_with_16(recompute: str) -> None:
+def test_python_calls_per_layer_are_constant_in_the_number_of_layers(recompute: str) -> None:
     few, some, many = (calls_of_a_step(layers, recompute) for layers in (4, 8, 16))
     assert (many - some) / 8 == pytest.approx((some - few) / 4, rel=0.02)

@@ -148,35 +148,35 @@ def run(scripts: subprocess.Popen[str], tmp_path: Path) -> Callable[[str, int], 
 @pytest.mark.parametrize(
     ("how", "nproc", "code"), [("exit", 2, 7), ("gone", 2, 0), ("error", 1, 1), ("caught", 1, 7), ("caught", 2, 7)]
 )
-def test_a_script_that_does_not_close_its_pipeline(run, how, nproc, code):
+def test_script_that_does_not_close_its_pipeline_keeps_its_exit_code(run, how, nproc, code):
     done = run(how, nproc)
     assert [one.code for one in done] == [code] * nproc, done
     assert all(("the script's own" in one.errors) == (how == "error") for one in done)
 
 
 @pytest.mark.slow
-def test_a_rank_whose_peers_are_gone_says_so_and_ends_with_an_error(run):
+def test_rank_whose_peers_are_gone_ends_with_an_error(run):
     done = run("one rank alone", 2)
     assert [one.code for one in done] == [1, 7], done
     assert "the last step was not finished" in done[0].errors
 
 
 @pytest.mark.slow
-def test_an_error_that_was_caught_while_peers_wait_is_one_at_the_end(run):
+def test_caught_error_on_one_rank_ends_all_ranks_with_an_error(run):
     done = run("caught on one rank", 2)
     assert done[0].code == 1 and "other ranks may be waiting for it: list index" in done[0].errors, done
     assert done[1].code == 1, done
 
 
 @pytest.mark.slow
-def test_a_script_ends_with_an_error_if_the_batches_of_its_last_step_differed(run):
+def test_script_ends_with_an_error_if_last_batches_differed(run):
     done = run("other batches", 2)
     assert [one.code for one in done] == [1, 1], done
     assert all("tawpipe: error: batch: got 'different ones on different ranks'" in one.errors for one in done)
 
 
 @pytest.mark.slow
-def test_groups_that_cannot_be_left_do_not_keep_a_process(run):
+def test_process_ends_although_its_groups_hang(run):
     assert [one.code for one in run("hang", 2)] == [1, 1]
 
 
@@ -213,7 +213,7 @@ def looked_after(monkeypatch):
 
 
 @pytest.mark.parametrize(("idle", "saved"), [(True, True), (False, True), (True, False)])
-def test_a_pipeline_that_goes_is_remembered_as_long_as_something_is_under_way(looked_after, idle, saved):
+def test_deleted_pipeline_is_kept_until_its_step_and_save_end(looked_after, idle, saved):
     executor, pipeline, saving = Busy(idle=idle), Pipeline(), SimpleNamespace(done=saved)
     look_after(pipeline, executor, saving)
     assert len(looked_after) == 1
@@ -227,7 +227,7 @@ def test_a_pipeline_that_goes_is_remembered_as_long_as_something_is_under_way(lo
     assert not looked_after and executor.asked == executor.closed == 1
 
 
-def test_a_pipeline_that_was_closed_is_not_looked_after_any_more(looked_after):
+def test_closed_pipeline_is_no_longer_looked_after(looked_after):
     executor, pipeline = Busy(idle=True), Pipeline()
     closed = look_after(pipeline, executor)
     closed()
@@ -237,7 +237,7 @@ def test_a_pipeline_that_was_closed_is_not_looked_after_any_more(looked_after):
     assert executor.asked == 0
 
 
-def test_what_is_under_way_is_waited_for_and_what_cannot_end_is_given_up(looked_after, capsys):
+def test_running_step_is_awaited_at_exit_unless_the_script_failed(looked_after, capsys):
     executor, pipeline = Busy(), Pipeline()
     saving = SimpleNamespace(done=False)
     look_after(pipeline, executor, saving)
@@ -250,7 +250,7 @@ def test_what_is_under_way_is_waited_for_and_what_cannot_end_is_given_up(looked_
     assert one.end(failing=False) and executor.closed  # more than the patience: nothing has failed
 
 
-def test_a_last_step_that_was_no_good_is_said_once_the_script_has_ended(looked_after, capsys):
+def test_bad_last_step_is_reported_at_exit(looked_after, capsys):
     executor: Any = Busy(idle=True)
     pipeline = Pipeline()
 
@@ -307,7 +307,7 @@ CAUGHT: dict[str, tuple[type[Exception], Callable[[], object]]] = {
 
 
 @pytest.mark.parametrize("what", CAUGHT)
-def test_an_error_that_was_raised_is_not_judged_again(looked_after, capsys, what):
+def test_raised_error_is_not_reported_again_at_exit(looked_after, capsys, what):
     error, act = CAUGHT[what]
     with pytest.raises(error) as caught:
         act()
@@ -317,7 +317,7 @@ def test_an_error_that_was_raised_is_not_judged_again(looked_after, capsys, what
     assert all(one.end(failing=False) for one in running) and not capsys.readouterr().err
 
 
-def test_an_error_after_one_that_was_caught_is_judged(looked_after, capsys):
+def test_error_after_a_caught_error_is_reported_at_exit(looked_after, capsys):
     with pytest.raises(UserError):
         make(micro_batch=0)
     made = make(loss=broken)
@@ -346,5 +346,5 @@ def left(world: World) -> tuple[bool, list[bool]]:
     return over, [one.end(failing=False) for one in running]
 
 
-def test_where_all_ranks_have_caught_an_error_no_lane_is_left_waiting(pool):
+def test_lanes_end_after_all_ranks_have_caught_an_error(pool):
     assert pool.run(f"{__name__}:left", 2, 2) == [(True, [True])] * 4

@@ -19,7 +19,7 @@ ROW_FLOPS = 2.9e16
 """Of a row of 128 K tokens through a model of 8 B parameters."""
 
 
-def test_a_limit_is_a_multiple_of_what_is_known_and_at_least_the_setting():
+def test_step_limit_is_a_multiple_of_known_times_and_at_least_the_setting():
     limit = StepLimit(300)
     assert limit.seconds == 300
     limit.estimated_s = 50
@@ -37,7 +37,7 @@ def test_a_limit_is_a_multiple_of_what_is_known_and_at_least_the_setting():
     assert limit.seconds == 900
 
 
-def test_a_step_is_reported_soon_once_it_is_known_how_long_steps_take():
+def test_step_is_reported_early_once_step_times_are_known():
     limit = StepLimit(600)
     limit.took(80)
     assert limit.report_s == limit.seconds == FACTOR * 80
@@ -51,18 +51,18 @@ def test_a_step_is_reported_soon_once_it_is_known_how_long_steps_take():
 
 @pytest.mark.parametrize("utilisation", [0.6, 0.3, 0.1])
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_a_long_first_step_that_nothing_has_predicted_is_left_alone(rows, utilisation):
+def test_unpredicted_long_first_step_stays_within_the_limit(rows, utilisation):
     limit = StepLimit(300)
     limit.estimated_s = estimate_s(rows * ROW_FLOPS, 0, **DEVICE)
     assert limit.seconds > rows * ROW_FLOPS * 4 / 3 / (989e12 * utilisation)
 
 
-def test_a_type_or_a_device_that_is_not_known():
+def test_step_estimate_has_defaults_for_unknown_dtypes_and_devices():
     assert estimate_s(1e15, 0, device_name="NVIDIA A100", dtype="float32") > 1e15 / 19.5e12
     assert estimate_s(1e15, 2.5e9, device_name="an accelerator", dtype="float32") == 2.0
 
 
-def test_a_long_row_on_a_cpu_is_waited_for():
+def test_step_limit_allows_a_long_row_on_a_cpu():
     """65,536 tokens of a model of 8 M parameters: minutes for two cores, and more beside other work."""
     assert FACTOR * estimate_s(8e13, 0, device_name="cpu", dtype="float32") > 3600
 
@@ -73,7 +73,7 @@ class Step:
 
 
 @pytest.mark.parametrize("known_s", [0.0, 400.0])
-def test_the_watchdog_lets_a_healthy_long_step_live_and_ends_one_that_hangs(monkeypatch, known_s):
+def test_watchdog_allows_a_predicted_long_step_and_ends_a_hanging_one(monkeypatch, known_s):
     """Five rows of 128 K tokens: 350 s and more, beyond the usual limit of 300 s."""
     clock = given_time(monkeypatch)
     said, ended = io.StringIO(), threading.Event()
@@ -91,7 +91,7 @@ def test_the_watchdog_lets_a_healthy_long_step_live_and_ends_one_that_hangs(monk
     assert "step 2, " in said.getvalue() and f"the limit is {limit.seconds:.0f} s" in said.getvalue()
 
 
-def test_a_pipeline_follows_what_its_steps_take(monkeypatch):
+def test_step_limits_of_a_pipeline_follow_its_measured_steps(monkeypatch):
     """The watchdog and the transport, whose limit leaves room for two steps that were issued."""
     pipeline = stepped()
     told: list[timedelta] = []
@@ -105,7 +105,7 @@ def test_a_pipeline_follows_what_its_steps_take(monkeypatch):
     pipeline.close()
 
 
-def test_a_pipeline_expects_of_its_first_step_what_nothing_has_measured(monkeypatch):
+def test_first_step_limit_of_a_pipeline_is_estimated(monkeypatch):
     asked: list[tuple[float, float]] = []
     estimate = lambda flops, link_bytes, **_: asked.append((flops, link_bytes)) or 1000.0  # noqa: E731
     monkeypatch.setattr("tawpipe.pipeline.steps.estimate_s", estimate)
@@ -124,7 +124,7 @@ def test_a_pipeline_expects_of_its_first_step_what_nothing_has_measured(monkeypa
     pipeline.close()
 
 
-def test_a_run_says_once_that_steps_may_take_longer_than_the_setting():
+def test_raised_step_limit_is_reported_once():
     said: list[str] = []
     told: list[timedelta] = []
     limit = StepLimit(600)

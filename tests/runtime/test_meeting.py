@@ -32,7 +32,7 @@ def tcp_store() -> TCPStore:
 
 
 @pytest.mark.parametrize("make", [HashStore, tcp_store])
-def test_every_start_has_a_name_of_its_own(make):
+def test_every_start_agrees_on_a_new_name(make):
     store = make()
     names = [start(store, size) for size in (4, 4, 2, 1, 5)]
     assert all(len(set(found)) == 1 for found in names)
@@ -40,7 +40,7 @@ def test_every_start_has_a_name_of_its_own(make):
 
 
 @pytest.mark.parametrize("late", [{0: 0.3}, {1: 0.3}, {2: 0.3, 3: 0.1}])
-def test_what_is_left_from_before_is_not_believed(late):
+def test_store_entries_of_an_earlier_start_are_ignored(late):
     """Ranks that come late find greetings, an offer, agreement and the word to go of the start before."""
     store = HashStore()
     first = start(store, 4)
@@ -48,14 +48,14 @@ def test_what_is_left_from_before_is_not_believed(late):
     assert len(set(second)) == 1 and second[0] != first[0]
 
 
-def test_errors_of_an_earlier_start_are_taken_back():
+def test_error_entries_of_an_earlier_start_are_deleted():
     store = HashStore()
     store.set("exception_dump", "rank 3")
     start(store, 3)
     assert not store.check(["exception_dump"])
 
 
-def test_a_start_that_was_cut_off_leaves_nothing_that_counts():
+def test_interrupted_start_leaves_no_valid_store_entries():
     """Two of three have come; then the processes are started again, and one of them is slow."""
     store = HashStore()
     for rank in range(2):
@@ -64,7 +64,7 @@ def test_a_start_that_was_cut_off_leaves_nothing_that_counts():
     assert len(set(start(store, 3, {1: 0.2}))) == 1
 
 
-def test_an_offer_of_another_size_is_not_taken():
+def test_offer_of_another_world_size_is_not_accepted():
     store = HashStore()
     start(store, 2)
     said = []

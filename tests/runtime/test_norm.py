@@ -16,7 +16,7 @@ from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 
 
-def test_the_norm_does_not_depend_on_how_numbers_are_cut():
+def test_gradient_norm_is_independent_of_how_tensors_are_cut():
     values = torch.randn(5_000_000, generator=torch.Generator().manual_seed(0))
     norms = [float(squares_of(values.chunk(count)).sum().sqrt()) for count in (1, 2, 6, 1000)]
     exact = float(torch.dot(values.double(), values.double()).sqrt())
@@ -25,7 +25,7 @@ def test_the_norm_does_not_depend_on_how_numbers_are_cut():
     assert squares_of([torch.tensor([1.0, float("nan")])]).sum().isnan()
 
 
-def test_a_rank_whose_stripes_are_padding_makes_its_zero_on_the_device():
+def test_rank_with_only_padding_creates_its_zero_on_the_device():
     """From the host it would be a copy that blocks, in every step."""
     end: Any = SimpleNamespace(streaming=None, optimizers=SimpleNamespace(pieces={0: ()}), device=torch.device("meta"))
     assert HomeActions._squares(end, [0, 1]).is_meta

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("in_files", [False, True])
-def test_places_hold_rows_of_any_length_and_do_not_grow_with_their_number(tmp_path, in_files):
+def test_offload_places_hold_rows_of_any_length_without_growing(tmp_path, in_files):
     places = Places(CPU, str(tmp_path) if in_files else "")
     draw = torch.Generator().manual_seed(0)
     for length in [5, 40, 7, 23, 40, 1, 39]:
@@ -30,7 +30,7 @@ def test_places_hold_rows_of_any_length_and_do_not_grow_with_their_number(tmp_pa
     places.close()
 
 
-def test_a_reserved_room_leaves_what_is_there_until_it_is_asked_for():
+def test_reserved_buffer_keeps_its_content_until_requested():
     room = GrowingRoom(torch.float32)
     there = room.of((2, 3)).fill_(7)
     room.reserve((100,))

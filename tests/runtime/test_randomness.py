@@ -26,7 +26,7 @@ DRAWS: list[Callable[[], Tensor]] = [
 ]
 
 
-def test_seeds_depend_on_every_number_and_on_their_order() -> None:
+def test_seeds_depend_on_every_number_and_their_order() -> None:
     seeds = {seed_of(a, b, c) for a in range(4) for b in range(4) for c in range(4)}
     assert len(seeds) == 64 and all(0 <= seed < 2**64 for seed in seeds)
     assert seed_of(1, 2, 3) == seed_of(1, 2, 3)
@@ -50,7 +50,7 @@ def test_a_block_draws_by_its_seed_and_leaves_the_default_generator(draw: Callab
     assert torch.equal(torch.default_generator.get_state(), before)
 
 
-def test_a_block_that_begins_to_draw_later_is_noticed() -> None:
+def test_block_that_starts_to_draw_later_is_seeded() -> None:
     """As a router's noise that only training has: the run without a watch counts for nothing."""
     randomness, noisy = BlockRandomness(CPU), [False]
 
@@ -67,7 +67,7 @@ def test_a_block_that_begins_to_draw_later_is_noticed() -> None:
         assert torch.equal(forward(), first)
 
 
-def test_attention_draws_with_dropout_alone_and_a_generator_that_is_given_is_used() -> None:
+def test_attention_draws_only_with_dropout_and_given_generators_are_used() -> None:
     attention = torch.ops.aten.scaled_dot_product_attention.default
     qkv = (torch.zeros(1), torch.zeros(1), torch.zeros(1))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -83,7 +83,7 @@ def test_attention_draws_with_dropout_alone_and_a_generator_that_is_given_is_use
         assert mode.drew
 
 
-def test_generators_come_back_after_an_error() -> None:
+def test_default_generator_is_restored_after_an_error() -> None:
     for compiled in (False, True):
         randomness = BlockRandomness(CPU, compiled=compiled)
         torch.manual_seed(5)

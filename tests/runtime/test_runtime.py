@@ -38,14 +38,14 @@ FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "mistral", "grani
         pytest.param(FAMILIES, False, marks=pytest.mark.slow),
     ],
 )
-def test_packed_documents_of_every_family(pool, families, tied):
+def test_packed_documents_of_every_family_match_the_plain_model(pool, families, tied):
     for family, difference in pool.run("cases:families", 2, 2, names=families, tied=tied)[0].items():
         # transformers computes the router's softmax in fp32, also in an fp64 model.
         assert difference < (1e-6 if family == "qwen3_moe" else 1e-10), family
 
 
 @pytest.mark.parametrize("number", quick_ones(range(4), [1]))
-def test_adapters_train_and_the_frozen_model_stays(pool, number):
+def test_adapters_train_and_the_frozen_model_is_unchanged(pool, number):
     waiting = {"recompute": "selective:1,none:3,full", "offloaded_layers": 4, "layers": [2, 3, 4]}
     order = {"strategy": "solved", "pipeline_order": WITH_HOST, "recompute": "none", "micro_batch": 2}
     every = ((2, {"recompute": "full"}), (2, {"recompute": "selective:2,none"}), (1, waiting), (1, order))
@@ -56,21 +56,21 @@ def test_adapters_train_and_the_frozen_model_stays(pool, number):
 
 
 @pytest.mark.parametrize("slow", ["HOST", "COMPUTE"])
-def test_offloaded_inputs_are_not_on_the_device(pool, slow):
+def test_offloaded_inputs_do_not_accumulate_on_the_device(pool, slow):
     """Whichever lane is behind: inputs do not pile up on their way out, nor come back before there is a place."""
     for most, said, places, said_places in pool.run("cases:offloaded", 2, 1, slow=slow):
         assert most == said == 4
         assert places == said_places == 5 + 2
 
 
-def test_a_number_that_is_not_finite_stops_before_the_weights(pool, tmp_path):
+def test_nonfinite_number_stops_the_run_before_the_weights_change(pool, tmp_path):
     for message, same, goes_on in pool.run("cases:not_finite", 2, 2, folder=str(tmp_path / "good")):
         assert "not finite" in message
         assert same
         assert goes_on
 
 
-def test_calls_of_layers_take_no_random_numbers_of_the_caller():
+def test_layer_arguments_draw_no_random_numbers_of_the_caller():
     """PREPARE runs the embedding side, dropout included, for what comes besides the hidden states."""
     holder = Holder(real_model(family_config("gpt2", embd_pdrop=0.5)))
     compute = Compute(holder.chain, holder.chain.spec, chunk_tokens=8)
@@ -87,7 +87,7 @@ def test_strict_mode_names_messages_out_of_order(pool):
     assert any("this rank is at message" in message for message in messages), messages
 
 
-def test_an_error_in_a_lane_comes_out_with_its_action_while_others_wait(pool, tmp_path):
+def test_error_in_a_lane_is_raised_with_its_action_while_others_wait(pool, tmp_path):
     """Other lanes of the rank wait for peers that wait for this rank."""
     first, message, *others = pool.run_once("cases:failing_compute", 2, 2, folder=str(tmp_path))
     assert "the user's loss is broken" in message and "BACKWARD" in message
@@ -104,7 +104,7 @@ def _touch(tensor: torch.Tensor) -> None:
     tensor.add_(1)
 
 
-def test_a_lane_holds_nothing_of_an_action_that_has_ended():
+def test_lane_keeps_no_reference_to_a_finished_action():
     lane, tensor = CpuLane("test", Failure()), torch.zeros(1)
     gone = weakref.ref(tensor)
     event = lane.submit(partial(_touch, tensor), (), "an action")
@@ -115,7 +115,7 @@ def test_a_lane_holds_nothing_of_an_action_that_has_ended():
 
 
 @pytest.mark.slow
-def test_memory_is_constant_from_the_third_step_on(pool):
+def test_memory_is_constant_from_the_third_step(pool):
     sizes = pool.run("cases:memory_of_steps", 2, 1, steps=6)[0]
     # A leak grows with every step, while a single reading may catch an object that a lane is about to let go.
     assert min(sizes[-3:]) <= min(sizes[2:5])
@@ -142,7 +142,7 @@ class RowNormalised(torch.optim.Optimizer):
         (lambda parameters: RowNormalised(parameters), "RowNormalised"),
     ],
 )
-def test_optimizers_that_are_not_element_wise_are_refused_by_name(factory, name):
+def test_optimizers_that_are_not_elementwise_are_refused_by_name(factory, name):
     with pytest.raises(UserError, match=name):
         check_elementwise(factory)
 
@@ -156,7 +156,7 @@ def test_optimizers_that_are_not_element_wise_are_refused_by_name(factory, name)
         lambda parameters: torch.optim.NAdam(parameters),
     ],
 )
-def test_element_wise_optimizers_pass(factory):
+def test_elementwise_optimizers_are_accepted(factory):
     assert check_elementwise(factory)[1] >= 1
 
 
@@ -181,13 +181,13 @@ def by_dimensions(parameters: Any):
         (torch.optim.SGD([torch.zeros(2)]), "a factory"),
     ],
 )
-def test_a_factory_that_misunderstands_its_pieces_is_told(factory, words):
+def test_optimizer_factory_that_misreads_its_pieces_is_refused(factory, words):
     pieces = [PlaceOfPiece("model.norm.weight", (1000,), 0), PlaceOfPiece("lm_head.weight", (1000, 3000), 0)]
     with pytest.raises(UserError, match=words):
         check_elementwise(factory, pieces)
 
 
-def test_the_natural_factory_works_and_may_ask_for_whole_shapes():
+def test_optimizer_factory_may_use_whole_parameter_shapes():
     """As a plain loop with the same groups does."""
 
     def make(parameters, shape):
@@ -221,7 +221,7 @@ def test_the_natural_factory_works_and_may_ask_for_whole_shapes():
         pipeline.close()
 
 
-def test_every_lane_has_groups_of_its_own():
+def test_every_lane_has_its_own_groups():
     from schedules import llama, make
 
     for strategy in ("tawpipe-spread", "tawpipe-striped", "tawpipe-whole"):
@@ -235,14 +235,14 @@ def test_groups_are_made_and_used_before_the_first_step(pool):
 
 
 @pytest.mark.parametrize("knobs", [{"strategy": "tawpipe-spread"}, {"strategy": "1f1b", "stages": "nodes"}], ids=str)
-def test_a_slow_lane_has_begun_what_it_has_not_come_to(pool, knobs):
+def test_slow_lane_begins_few_actions_ahead(pool, knobs):
     assert 1 < max(pool.run("cases:begun_ahead", 2, 1, slow="INTER_W", **knobs)) <= MOST_AHEAD
 
 
-def test_in_a_node_what_is_needed_first_has_the_links_for_itself(pool):
+def test_lane_inside_a_node_begins_no_action_ahead(pool):
     """Nothing there is begun before what its lane does before it has ended."""
     assert pool.run("cases:begun_ahead", 1, 2, slow="GATHER", strategy="tawpipe-spread") == [1, 1]
 
 
-def test_ranks_read_weights_at_the_same_time(pool, tmp_path):
+def test_ranks_read_weights_concurrently(pool, tmp_path):
     assert all(pool.run("cases:weights_read_together", 2, 1, folder=str(tmp_path)))

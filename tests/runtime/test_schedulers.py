@@ -54,7 +54,7 @@ def advance(scheduler: Any, loss: float) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers_do_to_a_pipeline_what_they_do_to_a_plain_loop(name):
+def test_torch_schedulers_act_as_in_a_plain_loop(name):
     plain, pipeline = llama(torch.float64), make()
     optimizer = AdamW(groups(plain.parameters(), lambda p: p.ndim), lr=RATE)
     with warnings.catch_warnings():
@@ -77,7 +77,7 @@ def test_schedulers_do_to_a_pipeline_what_they_do_to_a_plain_loop(name):
 
 
 @pytest.mark.parametrize("option", ["momentum", "momentum by CyclicLR", "betas", "weight_decay"])
-def test_an_option_that_is_set_back_is_what_it_was(option):
+def test_optimizer_option_set_and_reset_acts_as_in_a_plain_loop(option):
     """It is there and back again, and the weights are those of a plain loop whose options do the same."""
     if option.startswith("momentum"):
         make_one = lambda parameters: SGD(parameters, lr=RATE, momentum=0.9)  # noqa: E731
@@ -112,7 +112,7 @@ def test_an_option_that_is_set_back_is_what_it_was(option):
     pipeline.close()
 
 
-def test_a_scheduler_and_its_rates_go_on_bit_by_bit(tmp_path):
+def test_scheduler_state_resumes_bit_by_bit(tmp_path):
     pipeline, given = make(), batches(2, 4)
     scheduler = SCHEDULERS["one cycle"](pipeline.optimizer)
     for batch in given[:2]:
@@ -135,7 +135,7 @@ def test_a_scheduler_and_its_rates_go_on_bit_by_bit(tmp_path):
     other.close()
 
 
-def test_the_groups_of_a_pipeline_stay_those_of_the_factory():
+def test_pipeline_optimizer_keeps_the_groups_of_the_factory():
     pipeline = make()
     assert [len(group["params"]) for group in pipeline.optimizer.param_groups] == [37, 11]
     assert tawpipe.piece_of(pipeline.optimizer.param_groups[0]["params"][0]).name == "model.embed_tokens.weight"

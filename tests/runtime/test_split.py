@@ -127,7 +127,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("family", ORDERS)
-def test_two_parts_give_the_gradients_of_one(family: str):
+def test_split_backward_pass_has_the_gradients_of_a_whole_one(family: str):
     holder = Holder(model_of(family))
     whole, _, _ = gradients_of(holder, None, ())
     matrices = [name for name, one in whole.items() if ".layers." in name or ".h." in name if one.ndim > 1]
@@ -140,7 +140,7 @@ def test_two_parts_give_the_gradients_of_one(family: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", families()[::4])
-def test_two_parts_give_the_gradients_of_one_in_many_families(family: str):
+def test_split_backward_pass_has_whole_gradients_in_many_families(family: str):
     try:
         holder, batches = Holder(random_model(family)), micro_batches(PACKED)
         whole, _, _ = gradients_of(holder, None, (), batches=batches)
@@ -153,7 +153,7 @@ def test_two_parts_give_the_gradients_of_one_in_many_families(family: str):
     assert counted <= most <= 1.12 * counted
 
 
-def test_a_whole_backward_pass_of_a_graph_that_was_kept_for_two():
+def test_graph_kept_for_a_split_backward_also_runs_whole():
     """What a layer keeps does not say in how many parts its backward pass will be."""
     holder = Holder(model_of("llama"))
     whole, _, _ = gradients_of(holder, None, ())
@@ -180,7 +180,7 @@ class Odd(nn.Module):
         return torch.bmm(torch.addmm(self.tied.bias, inner[0], self.tied.weight, beta=0.5)[None], self.stacked[:1])
 
 
-def test_products_that_are_not_plain_and_a_graph_that_goes():
+def test_deferred_products_handle_odd_layers_and_free_their_graph():
     """Weights tied, frozen, scaled, stacked; outputs changed in place, or scaled; products of weights alone."""
     torch.manual_seed(0)
     layer = Odd().double()
@@ -212,7 +212,7 @@ def test_products_that_are_not_plain_and_a_graph_that_goes():
     torch.testing.assert_close(found[0]["given"], found[1]["given"])
 
 
-def test_experts_in_one_kernel_are_split_too_and_counted_without_weights():
+def test_grouped_experts_are_split_and_counted_without_weights():
     model = real_model(family_config("qwen3_moe"), torch.float32)
     model.set_experts_implementation("grouped_mm")
     holder = Holder(model, torch.float32)
@@ -224,7 +224,7 @@ def test_experts_in_one_kernel_are_split_too_and_counted_without_weights():
     assert most == kept_for_weights_per_token(holder.chain) * TOKENS
 
 
-def test_what_is_tried_leaves_no_graph_behind(monkeypatch: pytest.MonkeyPatch):
+def test_trial_of_kept_bytes_leaves_no_graph(monkeypatch: pytest.MonkeyPatch):
     """Nodes of parameters would stay, too, with the stream of the caller: later gradients would wait for that."""
     chain = Holder(real_model(family_config("llama"), torch.float32), torch.float32).chain
     parameters, layer, marked = list(chain.parameters_of(range(len(chain.units)))), chain.layer, []

@@ -29,7 +29,7 @@ def standing(text: str = "waits", *, failure: str = "", messages: dict[str, list
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-whole", "flat", "weipipe", "1f1b"])
-def test_a_message_has_one_name_on_all_its_ends(strategy: str) -> None:
+def test_message_has_one_name_on_all_its_ranks(strategy: str) -> None:
     schedule = make(sizes(4), 2, 2, 4, strategy=strategy)
     ends: dict[str, set[int]] = defaultdict(set)
     named: dict[str, set[int]] = defaultdict(set)
@@ -42,14 +42,14 @@ def test_a_message_has_one_name_on_all_its_ends(strategy: str) -> None:
     assert named == ends and len(named) > 4
 
 
-def test_an_action_of_one_rank_alone_has_no_messages() -> None:
+def test_local_action_has_no_messages() -> None:
     schedule = make(sizes(2), 1, 1, 2)
     assert not any(messages_of(action, schedule.topology, 0) for action in schedule.programs[0])
     assert messages_of("a measurement", schedule.topology, 0) == {}
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_rank_at_the_end_of_all_waits_is_named_and_no_other(seed: int) -> None:
+def test_rank_at_the_end_of_all_waits_is_named(seed: int) -> None:
     """Every rank waits for one that came before it in some order; the first waits for nobody, or does not answer."""
     order = random.Random(seed).sample(range(6), 6)
     standings: dict[int, Standing | None] = {order[0]: standing("sleeps in its script") if seed % 2 else None}
@@ -62,17 +62,17 @@ def test_the_rank_at_the_end_of_all_waits_is_named_and_no_other(seed: int) -> No
     assert ("as far as they answer" in said) == (not seed % 2)
 
 
-def test_ranks_that_wait_in_a_circle_blame_none_of_them() -> None:
+def test_ranks_that_wait_in_a_circle_are_not_blamed() -> None:
     said = conclusion({rank: standing(messages={f"m{rank}": [(rank + 1) % 3]}) for rank in range(3)})
     assert said.startswith("no rank has failed; ") and "ranks 0, 1, 2 wait for each other" in said
 
 
-def test_a_message_that_both_sides_are_at_is_waited_for_by_none() -> None:
+def test_message_that_both_sides_have_reached_blames_nobody() -> None:
     said = conclusion({0: standing(messages={"m": [1]}), 1: standing(messages={"m": [0]})})
     assert said.startswith("no rank has failed; ") and "wait for" not in said
 
 
-def test_a_step_that_goes_on_blames_nobody() -> None:
+def test_moving_step_blames_no_rank() -> None:
     """Standings of ranks that move were true at different times, so no rank is named."""
     circle: dict[int, Standing | None] = {rank: standing(messages={f"m{rank}": [1 - rank]}) for rank in range(2)}
     assert "which is a fault of tawpipe's" in conclusion(circle)
@@ -81,7 +81,7 @@ def test_a_step_that_goes_on_blames_nobody() -> None:
         assert said.endswith("the step continues, slowly") and "fault" not in said and "wait" not in said
 
 
-def test_ranks_at_steps_of_different_sizes_are_no_fault_of_tawpipes() -> None:
+def test_ranks_at_steps_of_different_sizes_are_no_fault_of_tawpipe() -> None:
     said = conclusion({0: standing(messages={BEGINNING: [1]}), 1: standing(messages={"m": [0]})})
     assert said.endswith("ranks 0, 1 wait for each other")
 
@@ -96,7 +96,7 @@ class CountedStore(HashStore):
         return super().get(key)
 
 
-def test_ranks_tell_each_other_with_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_exchange_standings_with_few_store_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls, "SETTLE_S", 0.5)
     monkeypatch.setattr(stalls, "ANSWERS_S", 1.5)
     store, rank_count = CountedStore(), 9
@@ -110,7 +110,7 @@ def test_ranks_tell_each_other_with_few_requests(monkeypatch: pytest.MonkeyPatch
     assert store.reads == len(answers)
 
 
-def test_a_rank_that_has_failed_is_said_to_have() -> None:
+def test_failed_rank_is_reported_as_failed() -> None:
     said = conclusion({0: standing(messages={"m": [1]}), 1: standing("has failed: no memory", failure="no memory")})
     assert said.startswith("rank 1 has failed: no memory; ") and "no rank has failed" not in said
 
@@ -148,7 +148,7 @@ def stalled(world: World, late: int, way: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(("late", "way"), [(2, "is in its script"), (1, "computes"), (3, "is late to its first step")])
-def test_every_rank_reports_whom_all_wait_for_and_goes_on(pool: Any, late: int, way: str) -> None:
+def test_every_rank_reports_the_awaited_rank_and_continues(pool: Any, late: int, way: str) -> None:
     found = pool.run(f"{__name__}:stalled", 2, 2, late=late, way=way)
     compute, begins = way == "computes", way == "is late to its first step"
     assert len({value for _, value in found}) == 1

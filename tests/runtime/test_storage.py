@@ -45,7 +45,7 @@ def collected(store: Storage, unit: Unit, **what: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_the_pieces_of_all_ranks_are_every_parameter_once(ranks: int) -> None:
+def test_pieces_of_all_ranks_cover_every_parameter_once(ranks: int) -> None:
     stores = [stored(rank, ranks) for rank in range(ranks)]
     for unit in stores[0].units:
         for slot in unit.slots:
@@ -56,7 +56,7 @@ def test_the_pieces_of_all_ranks_are_every_parameter_once(ranks: int) -> None:
             assert all(piece.shape == slot.shape and piece.value.requires_grad == unit.trainable for piece in pieces)
 
 
-def test_a_piece_is_a_view_of_its_home_and_knows_its_parameter() -> None:
+def test_piece_is_a_view_of_its_home_with_its_parameter_name() -> None:
     store = stored(0, 1)
     piece = next(one for one in store.pieces[1] if one.name == "1.weight")
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_a_piece_is_a_view_of_its_home_and_knows_its_parameter() -> None:
         piece_of(nn.Parameter(torch.zeros(2)))
 
 
-def test_what_is_filled_in_comes_back_without_the_padding() -> None:
+def test_filled_values_are_collected_without_padding() -> None:
     store, source = stored(0, 1), Numbered()
     store.fill(source, None, 1)
     for unit in store.units:
@@ -83,7 +83,7 @@ def test_what_is_filled_in_comes_back_without_the_padding() -> None:
     assert not collected(store, store.units[1], gradient=True).any()
 
 
-def test_frozen_values_that_what_travels_would_round_are_kept_exactly_and_no_others() -> None:
+def test_only_frozen_values_that_bf16_would_round_are_kept_exactly() -> None:
     store, source = stored(0, 1, torch.bfloat16), Numbered()
     store.fill(source, None, 1)
     frozen = store.units[0]
@@ -95,7 +95,7 @@ def test_frozen_values_that_what_travels_would_round_are_kept_exactly_and_no_oth
     assert not rounded.exact and rounded.compute_copy[0] is rounded.master[0] and rounded.exact_bytes == 0
 
 
-def test_a_copy_that_is_behind_its_master_is_seen_until_it_is_refreshed() -> None:
+def test_stale_copy_is_reported_until_refreshed() -> None:
     store = stored(0, 1, torch.bfloat16)
     before = dict(store.checksums())
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_a_copy_that_is_behind_its_master_is_seen_until_it_is_refreshed() -> Non
     assert after[1] not in ("stale", before[1]) and after[2] == before[2]
 
 
-def test_of_several_copies_the_first_is_saved() -> None:
+def test_only_the_first_of_several_copies_is_saved() -> None:
     made = units()
     homes = [Home.over((0,), unit.numel, replicas=((1,),)) for unit in made]
     first, second = (

@@ -68,7 +68,7 @@ def named(case: dict) -> str:
     [pytest.param(case, marks=[pytest.mark.slow] * (number % 5 > 0)) for number, case in enumerate(CASES)],
     ids=named,
 )
-def test_memory_goes_to_nobody_while_a_stream_uses_it(case):
+def test_no_memory_is_reused_while_a_stream_uses_it(case):
     """A use waits for those that it must come after; freed memory is recorded on other streams that used it, or its own
     stream has waited for them. And nothing in a step waits for the device, or copies from memory that is not pinned.
     However far ahead the host is, what has gone and may still be used is no more than a plan has counted.
@@ -96,7 +96,7 @@ QUICK_ROUNDS = [(0, 2, ""), (1, 3, "int8")]
     ("rank", "ranks", "compression"),
     [pytest.param(*one, marks=[pytest.mark.slow] * (one not in QUICK_ROUNDS)) for one in DECODING],
 )
-def test_hidden_states_stay_while_a_message_is_made_of_them(rank, ranks, compression):
+def test_hidden_states_are_kept_while_their_message_is_sent(rank, ranks, compression):
     """In rounds of decoding, as a service and ``Pipeline.generate`` have them."""
     ledger = decoded(rank, ranks=ranks, compression=compression)
     assert ledger.issued > 100
@@ -110,7 +110,7 @@ QUICK = [("rmsprop", "none"), ("adafactor", "state"), ("muon", "none")]
 @pytest.mark.parametrize(
     ("name", "homes"), [pytest.param(*one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in BY_HOME]
 )
-def test_an_optimizer_halts_the_host_once_a_step_at_most(name, homes):
+def test_optimizer_synchronizes_with_the_host_at_most_once_per_step(name, homes):
     """However many units and parameters there are."""
     case = {"strategy": "tawpipe-whole", "nodes": 1, "local": 1, "rows": 1, "layers": 2, "lengths": (4,) * 3}
     ledger = played(optimizer=BY_NAME[name](1e-3), host_homes=homes, **case)
@@ -119,7 +119,7 @@ def test_an_optimizer_halts_the_host_once_a_step_at_most(name, homes):
     assert not ledger.unpinned, set(ledger.unpinned)
 
 
-def test_every_strategy_is_looked_at():
+def test_stream_cases_cover_every_strategy():
     assert {case["strategy"] for case in CASES} == {name for name in EVERY if strategies()[name].candidate}
 
 
@@ -145,7 +145,7 @@ def in_host(**case) -> Ledger:
     [pytest.param(case, marks=[pytest.mark.slow] * (number % 4 > 0)) for number, case in enumerate(IN_HOST)],
     ids=named,
 )
-def test_homes_pass_through_the_device_while_nobody_else_uses_them(monkeypatch, case):
+def test_streamed_host_homes_are_used_by_no_other_stream(monkeypatch, case):
     monkeypatch.setattr(slices, "SLICE", 256)
     ledger = in_host(**case)
     assert not ledger.faults, "\n".join(dict.fromkeys(ledger.faults))
@@ -169,7 +169,7 @@ FORGOTTEN = {
 
 
 @pytest.mark.parametrize("what", FORGOTTEN)
-def test_a_wait_of_homes_that_is_missing_is_found(monkeypatch, what):
+def test_missing_wait_of_host_homes_is_detected(monkeypatch, what):
     monkeypatch.setattr(slices, "SLICE", 256)
     monkeypatch.setattr(*FORGOTTEN[what]())
     assert any("does not wait for" in one for one in in_host(**IN_HOST[1]).faults)
@@ -178,7 +178,7 @@ def test_a_wait_of_homes_that_is_missing_is_found(monkeypatch, what):
 # what the ledger is there for
 
 
-def test_a_tensor_that_is_not_recorded_is_found(monkeypatch):
+def test_unrecorded_received_tensor_is_detected(monkeypatch):
     """As was so of what a pipeline received before anything had computed."""
     record = Ledger.record
 
@@ -192,7 +192,7 @@ def test_a_tensor_that_is_not_recorded_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("missing", [pytest.param("arriving", marks=pytest.mark.slow), "leaving"])
-def test_a_chunk_that_is_overwritten_too_early_is_found(monkeypatch, missing):
+def test_chunk_overwritten_too_early_is_detected(monkeypatch, missing):
     """A slot that does not wait for its last chunk."""
 
     class Careless(rows.Slot):
@@ -211,7 +211,7 @@ def test_a_chunk_that_is_overwritten_too_early_is_found(monkeypatch, missing):
     assert any("does not wait for" in one for one in played(**CASES[9]).faults)
 
 
-def test_room_that_is_not_recorded_is_found(monkeypatch):
+def test_unrecorded_reload_buffer_is_detected(monkeypatch):
     """As was so of inputs that come back, when rows grew and larger room took the place of theirs."""
     record = Ledger.record
 
@@ -225,7 +225,7 @@ def test_room_that_is_not_recorded_is_found(monkeypatch):
     assert any("on COMPUTE is over" in one for one in faults)
 
 
-def test_a_batch_that_is_not_pinned_is_found(monkeypatch):
+def test_unpinned_batch_copy_is_detected(monkeypatch):
     local = Deal.local
     monkeypatch.setattr(Deal, "local", lambda self, batch: local(replace(self, pinned=False), batch))
     assert "a copy to the device in COMPUTE" in played(strategy="flat").unpinned[0]
@@ -238,14 +238,14 @@ def most(**case: object) -> Bytes:
     return ToyAllocator(played(**case).trace, ahead=FAR_AHEAD).most  # type: ignore[arg-type]
 
 
-def test_what_is_recorded_counts_as_active_and_not_as_allocated():
+def test_recorded_memory_counts_as_active_not_allocated():
     """Freed at once, and of no use to anybody until the other stream is done with it."""
     found = most(strategy="1f1b", stages="world", rank=1, rows=8)
     assert found.reserved >= found.active > found.allocated
 
 
 @pytest.mark.slow
-def test_streams_and_their_memory_do_not_grow_with_layers():
+def test_streams_and_their_memory_are_constant_in_the_number_of_layers():
     """Of offloaded rows: as many streams, and beyond what tensors take as much memory, for any number of places."""
     few, many = (played(layers=layers, **{**CASES[9], "offloaded_layers": layers}) for layers in (2, 5))
     assert len(few.streams) == len(many.streams)
@@ -255,7 +255,7 @@ def test_streams_and_their_memory_do_not_grow_with_layers():
 
 
 @pytest.mark.slow
-def test_streams_for_every_layer_are_found(monkeypatch):
+def test_separate_streams_for_every_layer_are_detected(monkeypatch):
     """As was so of the places of offloaded rows, each of which copied on streams of its own."""
     place = rows.Places._place
 
@@ -272,7 +272,7 @@ def test_streams_for_every_layer_are_found(monkeypatch):
 
 
 @pytest.mark.parametrize("recompute", [pytest.param("full", marks=pytest.mark.slow), "selective"])
-def test_the_room_that_copies_pass_through_is_in_the_plan(recompute, monkeypatch):
+def test_staging_buffers_match_the_planned_bytes(recompute, monkeypatch):
     """Two chunks that come and two that go, of inputs and of what attention gave; and of inputs two more."""
     made = list[rows.Staging]()
 
@@ -295,7 +295,7 @@ SLOW_RANKS = [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 3)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", SLOW_RANKS)
-def test_a_host_that_is_ahead_holds_no_more_activations(rank, monkeypatch):
+def test_host_running_ahead_holds_no_more_activations(rank, monkeypatch):
     """However many micro-batches a pipeline has, and however far ahead its actions could be issued."""
     case = {"strategy": "1f1b", "stages": "world", "rank": rank, "evaluate": True}
     few, many = most(rows=6, **case), most(rows=14, **case)
@@ -311,7 +311,7 @@ PIPELINES = [{"strategy": "1f1b", "stages": "world"}, {"strategy": "zero-bubble"
 
 @pytest.mark.parametrize("case", PIPELINES, ids=named)
 @pytest.mark.parametrize("rank", SLOW_RANKS)
-def test_what_a_gpu_holds_apart_is_in_the_plan(case, rank):
+def test_stream_private_memory_is_within_the_plan(case, rank):
     schedule = make(llama(4), 2, 2, 8, **case)
     apart = held_apart(schedule, rank, dict.fromkeys((Kind.INPUT, Kind.INPUT_GRADIENT), BOUNDARY))
     found = most(rank=rank, rows=8, **case)
@@ -321,7 +321,7 @@ def test_what_a_gpu_holds_apart_is_in_the_plan(case, rank):
 # copies between host and device
 
 
-def test_what_is_dealt_is_pinned():
+def test_dealt_batches_are_pinned():
     with fake_cuda() as ledger:
         ids = torch.zeros(3, 8, dtype=torch.int64)
         local = Deal(micro_batch=2, rank=0, world_size=1, pinned=True).local({"input_ids": ids, "labels": ids})
@@ -352,7 +352,7 @@ def _pinned_as_a_whole(values: Sequence[Tensor], copies: Sequence[Tensor]) -> No
         copy.copy_(passing)
 
 
-def test_what_gloo_has_posted_ahead_is_in_the_plan():
+def test_plan_counts_messages_that_gloo_posts_ahead():
     """On a lane all but the message that the schedule counts: up to 16, or 16 MiB, and never less than two."""
     middle, weights = (make(llama(8), 4, 1, 8, strategy=name) for name in ("1f1b", "tawpipe-spread"))
     for size, ahead in ((1000, 15), (4 << 20, 3), (1 << 30, 1)):

@@ -71,12 +71,12 @@ def in_thread(run: Any) -> None:
     thread.join()
 
 
-def test_a_thread_that_sets_no_device_is_found(ledger: Ledger) -> None:
+def test_thread_that_sets_no_device_is_detected(ledger: Ledger) -> None:
     in_thread(ask)
     assert ledger.faults == ["an event is asked in thread of a user, which has not set its device"]
 
 
-def test_every_thread_that_is_made_is_looked_at() -> None:
+def test_every_module_that_makes_threads_is_listed() -> None:
     """A new one has to be named here, and tested if it may call CUDA."""
     root = Path(tawpipe.__file__).parent
     makers = {
@@ -89,7 +89,7 @@ def test_every_thread_that_is_made_is_looked_at() -> None:
         assert "use_device" in (root / name).read_text(), name
 
 
-def test_the_threads_of_a_pipeline(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_a_pipeline_set_their_device_first(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
     pipeline = make_pipeline(tiny(1), world=WORLD, dtype=torch.float32, check="never")
     pipeline._steps.judge = lambda result: result.wait()  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ def test_the_threads_of_a_pipeline(ledger: Ledger, monkeypatch: pytest.MonkeyPat
     assert not ledger.faults, ledger.faults
 
 
-def test_the_last_words_of_a_rank_that_hangs(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_words_of_a_hanging_rank_set_their_device_first(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's record, of which the events are asked whether they are over."""
     monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
     monkeypatch.setattr(watchdog, "LAST_WORDS_S", 10.0)
@@ -136,7 +136,9 @@ class _Executor:
         return [True]
 
 
-def test_a_pipeline_that_another_thread_lets_go_of(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_released_in_another_thread_sets_its_device_first(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In which it is forgotten, or in a thread of its own; a user's thread is on its own device again afterwards."""
     monkeypatch.setattr(leaving, "_running", {})
     monkeypatch.setattr(leaving, "LOOK_S", 0.001)
@@ -150,7 +152,7 @@ def test_a_pipeline_that_another_thread_lets_go_of(ledger: Ledger, monkeypatch: 
     assert len(ledger.faults) == 1
 
 
-def test_the_end_of_a_process(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_end_in_another_thread_sets_its_device_first(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose pipeline was made in another thread than the one that ends it, and whose groups a third one leaves."""
     monkeypatch.setattr(leaving, "_running", {})
     monkeypatch.setattr(leaving, "joined_by_us", lambda: True)
@@ -164,13 +166,15 @@ def test_the_end_of_a_process(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -
     assert left.is_set() and not codes and not ledger.faults, ledger.faults
 
 
-def test_rows_that_are_read_ahead_and_pinned(ledger: Ledger) -> None:
+def test_prefetch_thread_sets_its_device_first(ledger: Ledger) -> None:
     with Prefetcher((ask() for _ in range(3)), begin=partial(use_device, DEVICE)) as items:
         assert list(items) == [None] * 3
     assert not ledger.faults, ledger.faults
 
 
-def test_locked_memory_that_any_thread_gives_back(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_freed_in_another_thread_sets_its_device_first(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: ask())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     held = [host_memory._Pages(-1, 4096)]

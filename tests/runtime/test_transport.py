@@ -21,14 +21,14 @@ from tawpipe.topology import Topology
 A, B, C = (Buffer.parse(f"W0.{number}") for number in range(3))
 
 
-def test_groups_are_those_of_all_schedules_in_an_order_that_ranks_agree_on() -> None:
+def test_needed_groups_cover_all_schedules_in_one_sorted_order() -> None:
     schedules = [make(llama(3), 2, 2, 4), make(llama(3), 2, 2, 4, strategy="flat", training=False)]
     needed = needed_groups(schedules)
     assert needed == needed_groups(reversed(schedules)) == sorted(set(needed))
     assert {(a.lane, a.group) for s in schedules for program in s.programs for a in program if a.group} == set(needed)
 
 
-def test_one_rank_has_no_groups_and_is_its_own_sum() -> None:
+def test_transport_of_one_rank_reduces_to_the_identity() -> None:
     alone = Transport(Topology.grid(1, 1), 0, [make(llama(2), 1, 1, 2)], device=torch.device("cpu"))
     values = torch.tensor([1.0, 2.0])
     alone.all_reduce(Action(Op.NORM, Lane.COMPUTE, group="world"), values)
@@ -41,7 +41,7 @@ def collective(which: str, lane: Lane, group: str, *, root: int = -1, source: Bu
     return Action(Op.COLLECTIVE, lane, reads, writes, unit=0, collective=which, group=group, root=root)
 
 
-def test_what_is_coded_or_beside_computing_does_not_begin_ahead() -> None:
+def test_compressed_or_sequence_messages_do_not_begin_ahead() -> None:
     lanes = {(lane, "node"): cast(Any, None) for lane in (Lane.GATHER, Lane.SEQ)}
     ahead = Ahead(Topology.grid(1, 2), 0, lanes, strict=False)
     gather = collective("all_gather", Lane.GATHER, "node")
@@ -51,7 +51,7 @@ def test_what_is_coded_or_beside_computing_does_not_begin_ahead() -> None:
     assert not ahead.does(collective("broadcast", Lane.GATHER, "node"))
 
 
-def test_a_message_waits_as_long_as_was_set_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_waits_with_the_last_set_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo's send and receive would wait for as long as was said when their group was made."""
     waited: list[Any] = []
     work = SimpleNamespace(wait=lambda *limit: waited.extend(limit))
@@ -104,7 +104,7 @@ def moved(world: World) -> dict[str, Any]:
     return found
 
 
-def test_every_operation_gives_what_it_says(pool) -> None:
+def test_every_transport_operation_returns_its_defined_result(pool) -> None:
     for rank, found in enumerate(pool.run(f"{__name__}:moved", 2, 2)):
         node = (rank // 2 * 2, rank // 2 * 2 + 1)
         assert found["gathered"] == [float(one) for one in node for _ in range(2)]

@@ -33,7 +33,7 @@ FEW: list[Case] = [
 ]
 
 
-def test_messages_of_two_counters_never_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_different_counters_never_share_a_tag(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = Action(Op.NORM, Lane.INTER_G, group="world")
     ring = Action(
         Op.COLLECTIVE, Lane.INTER_G, (pooled("G", 0),), (pooled("R", 0),), collective="all_gather", group="world"
@@ -53,14 +53,12 @@ def test_messages_of_two_counters_never_share_a_tag(monkeypatch: pytest.MonkeyPa
     assert all(0 < tag < 1 << 31 and tag != UNUSED_TAG for numbers in used for tag in numbers)
 
 
-def test_steps_of_few_rows_end_with_the_numbers_of_one_process(pool: WorkerPool, tmp_path: Path) -> None:
+def test_steps_with_fewer_rows_than_ranks_match_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     assert [found for found in outcomes(pool, FEW, tmp_path) if found[1]] == []
 
 
 @pytest.mark.slow
-def test_all_settings_with_few_rows_end_with_the_numbers_of_one_process_or_are_refused(
-    pool: WorkerPool, tmp_path: Path
-) -> None:
+def test_all_settings_with_few_rows_match_one_process_or_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
     found = dict(outcomes(pool, CASES, tmp_path))
     wrong = {case: said for case, said in found.items() if REFUSED.get(case[:2], "") not in said}
     assert not wrong

@@ -49,7 +49,7 @@ def made(factory=None) -> tuple[Storage, UnitOptimizers]:
     return storage, UnitOptimizers(storage, factory or partial(SGD, lr=0.5, momentum=0.9))
 
 
-def test_a_unit_is_updated_from_its_own_gradient_at_its_rate_and_others_stay() -> None:
+def test_unit_optimizer_updates_only_its_unit_at_its_rate() -> None:
     storage, optimizers = made(partial(SGD, lr=0.5))
     before = {unit: master.clone() for unit, master in storage.master.items()}
     optimizers.step(1, None, 0.1)
@@ -63,7 +63,7 @@ def test_a_unit_is_updated_from_its_own_gradient_at_its_rate_and_others_stay() -
     assert torch.equal(storage.master[0], before[0])
 
 
-def test_numbers_that_are_not_finite_change_neither_weights_nor_states() -> None:
+def test_nonfinite_gradients_change_neither_weights_nor_states_of_a_unit() -> None:
     for factory in (None, adamw(1e-2)):  # torch's fused AdamW looks at the flag by itself
         storage, optimizers = made(factory)
         optimizers.step(1, torch.ones(()), 1.0)
@@ -76,7 +76,7 @@ def test_numbers_that_are_not_finite_change_neither_weights_nor_states() -> None
             assert all(torch.equal(old[key], new[key]) for key in ("momentum_buffer", "exp_avg") if key in old)
 
 
-def test_a_flag_that_has_changed_is_read_again() -> None:
+def test_changed_update_flag_is_read_once_per_step() -> None:
     """As it is once a step, by the optimizers of all units."""
     storage, optimizers = made(partial(SGD, lr=0.5))
     updates, reads = torch.ones(()), _Reads()
@@ -101,7 +101,7 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_states_are_adopted_and_those_that_are_missing_begin_anew() -> None:
+def test_adopted_optimizer_states_continue_and_missing_ones_start_empty() -> None:
     _, first = made()
     for _ in range(3):
         first.step(1, None, 1.0)
@@ -120,7 +120,7 @@ def test_states_are_adopted_and_those_that_are_missing_begin_anew() -> None:
     )
 
 
-def test_full_states_have_room_for_a_step_that_was_not_made() -> None:
+def test_full_states_allocate_without_making_a_step() -> None:
     storage, optimizers = made(adamw(1e-2))
     before = storage.master[1].clone()
     full = optimizers.full_states()
@@ -130,7 +130,7 @@ def test_full_states_have_room_for_a_step_that_was_not_made() -> None:
             assert state["exp_avg"].shape == piece.value.shape
 
 
-def test_options_that_were_chosen_hold_for_the_parameters_of_their_group() -> None:
+def test_chosen_options_apply_to_the_parameters_of_their_group() -> None:
     storage, optimizers = made(adamw(1e-2))
     groups = optimizers.groups
     decaying = groups.group_of["layer.weight"]
@@ -144,7 +144,7 @@ def test_options_that_were_chosen_hold_for_the_parameters_of_their_group() -> No
         assert moved == (len(slot.shape) < 2), slot.name
 
 
-def test_all_ranks_try_a_factory_on_all_units_and_whole_matrices_are_not_cut() -> None:
+def test_whole_matrix_optimizers_refuse_cut_matrices() -> None:
     units = units_of_two_layers()
     assert set(try_factory(adamw(), units)) == {1, 2}  # the frozen one has no optimizer
     factory = whole_matrices(partial(AdamW, lr=0.1))
@@ -161,7 +161,7 @@ def test_all_ranks_try_a_factory_on_all_units_and_whole_matrices_are_not_cut() -
 # groups
 
 
-def test_equal_options_make_one_group_and_a_change_is_seen_where_it_is() -> None:
+def test_equal_options_form_one_group_and_changes_are_found() -> None:
     decay, plain = ("AdamW", {"lr": 0.1, "weight_decay": 0.1}), ("AdamW", {"lr": 0.1, "weight_decay": 0.0})
     groups = PipelineOptimizer({"a.weight": decay, "a.bias": plain, "b.weight": decay})
     assert [[piece_of(p).name for p in group["params"]] for group in groups.param_groups] == [
@@ -198,7 +198,7 @@ def clipped(hang_on: str):
 
 
 @pytest.mark.parametrize("hang_on", ["a hook", "another step"])
-def test_what_hangs_on_an_optimizer_of_torchs_is_tried_though_its_class_is_known(hang_on: str) -> None:
+def test_optimizers_with_hooks_are_tried_despite_a_known_class(hang_on: str) -> None:
     tried = check_elementwise(partial(AdamW, lr=0.1))
     assert tried.states == 2
     with pytest.raises(UserError, match="gives other numbers when a parameter is cut"):

@@ -62,7 +62,7 @@ def gradients(kept: LayerGraph, flat: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", [Kind.GRAPH, Kind.ATTENTION])
-def test_what_comes_back_is_what_went(kind):
+def test_offloaded_graph_is_restored_bit_by_bit_and_frees_device_memory(kind):
     expected = gradients(*graph(kind)[:2])
     kept, flat, bound = graph(kind)
     here, away = Buffer(kind, (0, 1)), Buffer(AWAY[kind], (0, 1))
@@ -95,7 +95,7 @@ def test_what_comes_back_is_what_went(kind):
     assert not torch.equal(gradients(back, flat)[1], expected[1])  # it is read from there
 
 
-def test_keeping_a_graph_takes_as_long_in_a_deep_model():
+def test_keeping_a_graph_takes_constant_calls_per_layer():
     """Python's calls in the thread that computes, a layer and micro-batch: none looks at what other layers have."""
     ids = torch.zeros(2, 16, dtype=torch.long)
     counted = {}

@@ -92,7 +92,7 @@ def connections(seen: set[tuple[str, str, int]]) -> set[tuple[str, str, int]]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (1, 3)])
 @pytest.mark.parametrize("compression", ["none", "int8"])
-def test_what_schedules_do_was_done_before_the_first_step(nccl, name, nodes, local, compression):
+def test_warm_up_covers_every_operation_of_later_schedules(nccl, name, nodes, local, compression):
     """For any number of micro-batches and for evaluations, though groups are made when only few are known."""
     knobs: dict[str, Any] = {"strategy": name}
     if compression != "none":
@@ -125,7 +125,7 @@ def test_what_schedules_do_was_done_before_the_first_step(nccl, name, nodes, loc
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_can_do_their_first_uses(name):
+def test_first_uses_of_all_ranks_complete_without_deadlock(name):
     """Every rank waits in each until all who take part in it have come to it, as under NCCL."""
     topology = Topology.grid(2, 3)
     schedules = [make(llama(7), 2, 3, 6, strategy=name), make(llama(7), 2, 3, 6, strategy=name, training=False)]
@@ -149,7 +149,7 @@ def test_all_ranks_can_do_their_first_uses(name):
             left[one].popleft()
 
 
-def test_groups_have_priority_and_few_blocks(nccl, monkeypatch):
+def test_nccl_groups_have_high_priority_and_few_blocks(nccl, monkeypatch):
     schedules = [make(llama(3), 2, 2, 4)]
     Transport(Topology.grid(2, 2), 0, schedules, device=torch.device("cpu"), timeout=timedelta(seconds=7))
     assert {group.name.split()[0] for group in nccl.groups} >= {"GATHER", "REDUCE", "INTER_W", "INTER_G"}
@@ -170,13 +170,13 @@ def far_blocks_of(nccl: FakeDist, rate: float, **knobs: Any) -> set[int]:
     return {group.options.config.max_ctas for group in nccl.groups if not group.name.endswith("node")}
 
 
-def test_blocks_between_nodes_follow_the_rate_of_the_link(nccl):
+def test_blocks_between_nodes_follow_the_link_rate(nccl):
     assert far_blocks_of(nccl, 1e9) == {2} and far_blocks_of(nccl, 25e9) == {3} and far_blocks_of(nccl, 1e12) == {4}
     assert far_blocks_of(nccl, 0.0) == {4}, "of a link that nobody has measured"
     assert far_blocks_of(nccl, 1e9, strategy="1f1b") >= {4}, "where activations travel"
 
 
-def test_what_groups_take_of_the_driver_is_known(nccl):
+def test_driver_memory_of_every_group_is_recorded(nccl):
     """The stand-in takes 100 for a communicator, and 1 for every first use."""
     made = Transport(Topology.grid(2, 2), 0, [make(llama(3), 2, 2, 4)], device=torch.device("cpu"))
     assert made.group_bytes.keys() == made._groups.keys()
@@ -184,7 +184,7 @@ def test_what_groups_take_of_the_driver_is_known(nccl):
     assert min(made.group_bytes.values()) > 100
 
 
-def test_groups_of_a_lane_are_one_split_where_torch_can_do_it(nccl, monkeypatch):
+def test_groups_of_a_lane_are_one_split_if_torch_supports_it(nccl, monkeypatch):
     topology, schedules = Topology.grid(3, 8), [make(llama(3), 3, 8, 24)]
     before = Transport(topology, 5, schedules, device=torch.device("cpu"))
     one_by_one = len(nccl.groups)

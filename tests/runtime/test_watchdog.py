@@ -46,7 +46,7 @@ class Answers(Others):
         return self._gathered(look())
 
 
-def test_a_step_that_takes_too_long_is_reported(monkeypatch):
+def test_overdue_step_is_reported_and_ends_the_process(monkeypatch):
     monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.01)
     said, ended = io.StringIO(), threading.Event()
     doing = {Lane.COMPUTE: Doing("FORWARD b3", 4.0, True), Lane.INTER_W: Doing("EXCHANGE <1:u7", 31.0, False)}
@@ -61,7 +61,7 @@ def test_a_step_that_takes_too_long_is_reported(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_watches_where_errors_have_no_descriptor():
+def test_watchdog_works_without_a_stderr_descriptor():
     """In a notebook ``sys.stderr`` is a stream of its own."""
     told = subprocess.run(
         [
@@ -81,7 +81,7 @@ def test_it_watches_where_errors_have_no_descriptor():
     assert told.returncode == 1 and "rank 0: step 7, " in told.stdout, told
 
 
-def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
+def test_hanging_rank_writes_the_nccl_flight_record(tmp_path, monkeypatch):
     """That may hang as well, which must not keep the process. There is no NCCL here: what torch gives is made up."""
     c10d, asked = sys.modules["torch._C._distributed_c10d"], []
     dump = lambda **how: asked.append(how) or b"record"  # noqa: E731
@@ -107,12 +107,12 @@ def test_a_hanging_rank_writes_what_nccl_was_given(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("doing", [{}, {Lane.COMPUTE: Doing("FORWARD b3", 4.0, False)}])
-def test_the_rank_that_others_wait_for_says_so(doing):
+def test_rank_that_waits_for_no_other_reports_so(doing):
     standing = Watchdog(lambda: doing, "rank 0").standing("step 1", late=True)
     assert standing.text.startswith("waits for no other rank") and not standing.waits
 
 
-def test_without_an_order_to_end_it_reports_again_at_twice_the_time(monkeypatch):
+def test_watchdog_that_may_not_end_reports_again_at_doubled_times(monkeypatch):
     clock, said = given_time(monkeypatch), io.StringIO()
     dog = Watchdog(dict, "rank 0", limit_s=10.0, ends=False, stream=said, end=lambda: pytest.fail("it ended"))
     dog.watch("step 7", Never())
@@ -125,7 +125,7 @@ def test_without_an_order_to_end_it_reports_again_at_twice_the_time(monkeypatch)
 
 
 @pytest.mark.parametrize("where", ["a debugger", "an interactive session", "a debugger on another rank"])
-def test_nothing_is_ended_in_a_debugger_or_a_notebook(monkeypatch, where):
+def test_watchdog_ends_nothing_in_a_debugger_or_notebook(monkeypatch, where):
     clock, said, ended = given_time(monkeypatch), io.StringIO(), threading.Event()
     monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.2)
     dog = Watchdog(dict, "rank 0", limit_s=10.0, stream=said, end=ended.set)
@@ -153,7 +153,7 @@ def test_nothing_is_ended_in_a_debugger_or_a_notebook(monkeypatch, where):
     dog.close()
 
 
-def test_the_verdict_is_left_for_a_launcher_before_the_process_ends(monkeypatch):
+def test_watchdog_leaves_its_verdict_for_the_launcher_before_the_end(monkeypatch):
     """As torchrun would blame the rank that has ended first."""
     monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.5)
     said, ended = io.StringIO(), threading.Event()
@@ -167,7 +167,7 @@ def test_the_verdict_is_left_for_a_launcher_before_the_process_ends(monkeypatch)
 
 
 @pytest.mark.parametrize("watches", [True, False])
-def test_a_rank_in_no_step_answers_and_says_where_its_script_is(watches):
+def test_rank_outside_a_step_answers_with_the_line_of_its_script(watches):
     """All others wait for it, and it is the only one that knows why; also if no step has begun here yet."""
     said, asked = io.StringIO(), []
     dog = Watchdog(dict, "rank 0", limit_s=3600.0, ends=False, stream=said)
@@ -180,7 +180,7 @@ def test_a_rank_in_no_step_answers_and_says_where_its_script_is(watches):
     assert not asked[0].waits and not asked[0].late and "rank 1, which does not answer" in said.getvalue()
 
 
-def test_an_answer_is_no_report_of_this_ranks_own(monkeypatch):
+def test_answer_to_other_ranks_does_not_delay_the_own_report(monkeypatch):
     """A rank answers in a step that has just begun, and its own report of that step comes no later for it."""
     clock, said = given_time(monkeypatch), io.StringIO()
     others = Answers(True, lambda own: {0: own, 1: own})
@@ -205,7 +205,7 @@ class DeafStore:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_store_that_does_not_answer_keeps_no_rank_from_reporting_and_ending(monkeypatch, ends):
+def test_unresponsive_store_prevents_neither_report_nor_end(monkeypatch, ends):
     monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
     monkeypatch.setattr(watchdog, "LAST_WORDS_S", 0.01)
     said, ended, store = io.StringIO(), threading.Event(), DeafStore()
@@ -218,7 +218,7 @@ def test_a_store_that_does_not_answer_keeps_no_rank_from_reporting_and_ending(mo
     dog.close()
 
 
-def test_a_store_that_has_gone_is_asked_once(monkeypatch):
+def test_closed_store_is_asked_only_once(monkeypatch):
     """Torch prints each time that it has gone; and that other ranks have ended is no news to a healthy one."""
     clock, said, store = given_time(monkeypatch), io.StringIO(), Mock()
     store.add.side_effect = RuntimeError("gone")
@@ -232,7 +232,7 @@ def test_a_store_that_has_gone_is_asked_once(monkeypatch):
     assert store.add.call_count == 1 and "could not be asked" not in said.getvalue()
 
 
-def test_what_moves_between_two_looks_is_said_to_the_others():
+def test_lane_that_moved_between_two_looks_is_reported_as_moving():
     doing = {Lane.COMPUTE: Doing("FORWARD b3", 4.0, False), Lane.INTER_W: None}
     dog = Watchdog(lambda: doing, "rank 0", limit_s=10.0)
     before = dog._at()
@@ -242,7 +242,7 @@ def test_what_moves_between_two_looks_is_said_to_the_others():
     assert dog.standing("step 1", late=True, before=before).moves
 
 
-def test_a_rank_at_the_beginning_of_a_step_waits_for_those_that_have_not_come():
+def test_rank_at_the_beginning_of_a_step_waits_for_missing_ranks():
     dog = Watchdog(dict, "rank 0", limit_s=10.0)
     dog._others = Others(Mock, 0, 3)
     standing = dog.standing(BEGINNING, late=True)
@@ -278,7 +278,7 @@ print("end", flush=True)
 
 
 @pytest.mark.slow
-def test_a_process_whose_interpreter_stands_still_is_ended():
+def test_process_with_a_blocked_interpreter_is_ended():
     """As by a call into NCCL or CUDA that keeps Python's lock and waits for a peer that is gone."""
     done = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stdout == "begin\n"

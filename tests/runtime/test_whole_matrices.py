@@ -18,7 +18,7 @@ from whole import experts, factory
 WHOLE = {"strategy": "tawpipe-whole"}
 
 
-def test_whole_matrices_have_the_numbers_of_one_process(pool):
+def test_whole_matrix_optimizers_match_one_process(pool):
     """With clipping, with frozen units, with updates that do not wait, with experts; and alone under any strategy."""
     settings = [
         {"name": "muon", **WHOLE},
@@ -31,14 +31,14 @@ def test_whole_matrices_have_the_numbers_of_one_process(pool):
 
 
 @pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
-def test_resume_is_equal_in_every_bit_and_needs_no_certain_number_of_devices(pool, tmp_path, name):
+def test_whole_matrix_optimizer_state_resumes_exactly_on_any_device_count(pool, tmp_path, name):
     folder = str(tmp_path / "state")
     (losses, again), *_ = pool.run("whole:resumed", 2, 2, name=name, folder=folder)
     assert losses == again
     assert pool.run("whole:go_on", 1, 1, name=name, folder=folder)[0] == pytest.approx(losses, rel=1e-9)
 
 
-def test_cut_matrices_are_refused_with_the_strategy_that_does_not_cut_them(pool):
+def test_cut_matrices_are_refused_and_a_suitable_strategy_is_named(pool):
     for said in pool.run("whole:refused", 2, 2):
         assert "tawpipe-striped" in said and "--schedule.strategy tawpipe-whole" in said and "AdamW+Muon" in said
 
@@ -48,13 +48,13 @@ def test_learning_rates_that_differ_between_ranks_are_refused(pool):
 
 
 @pytest.mark.parametrize("optimizer", [Muon, Adafactor])
-def test_who_forgets_to_ask_for_whole_matrices_is_told_how(optimizer):
+def test_whole_matrix_optimizers_name_the_required_wrapper(optimizer):
     with pytest.raises(UserError, match=r"tawpipe.whole_matrices\(factory\)"):
         check_elementwise(lambda parameters: optimizer(parameters))
 
 
 @pytest.mark.parametrize("options", [{}, {"lr": 0.3, "weight_decay": 0.1, "d": 1.3, "eps": (1e-3, 1e-2)}])
-def test_our_adafactor_has_the_numbers_and_the_states_of_torchs(options):
+def test_our_adafactor_has_the_values_and_states_of_torch(options):
     """Whose step reads two norms of every parameter, for which the host waits."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator).double() for shape in ((7, 5), (9,), (1, 6), (3, 4, 5), (1,))]
@@ -72,7 +72,7 @@ def test_our_adafactor_has_the_numbers_and_the_states_of_torchs(options):
         torch.testing.assert_close(dict(made[0].state[one]), dict(made[1].state[other]), rtol=1e-12, atol=1e-14)
 
 
-def test_a_step_that_is_not_finite_changes_neither_weights_nor_states():
+def test_nonfinite_step_changes_neither_weights_nor_states_under_muon():
     poisoned = [False]
 
     def loss(logits, labels):
@@ -113,7 +113,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_states():
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_every_optimizer_by_name_trains_and_keeps_what_is_said(name):
+def test_every_named_optimizer_trains_and_keeps_its_declared_states(name):
     decay = {"weight_decay": 0.1} | ({"betas": (0.9, 0.95)} if name == "adam" else {})
     made = BY_NAME[name](1e-2, **decay, **({"eps": 1e-8} if name in ("adam", "rmsprop") else {}))
     pipeline = tawpipe.Pipeline(
