@@ -28,7 +28,7 @@ def step_of(model: ModelSpec, count: int = 4, nodes: int = 1, local: int = 1, **
 
 
 @pytest.mark.parametrize("model", [llama(3), llama(3, tied=True), llama(3, lora=True), llama(4, frozen=2)])
-def test_every_round_goes_through_the_blocks_and_back_as_far_as_gradients_are_needed(model: ModelSpec) -> None:
+def test_every_round_visits_blocks_forward_and_back_to_the_first_trained(model: ModelSpec) -> None:
     step, blocks = step_of(model, 3), len(model.blocks)
     visits = training_visits(step)
     for number in range(3):
@@ -43,7 +43,7 @@ def test_every_round_goes_through_the_blocks_and_back_as_far_as_gradients_are_ne
 
 
 @pytest.mark.parametrize("visits_of", [training_visits, forward_visits])
-def test_visits_that_need_weights_and_those_that_make_gradients_are_numbered_without_a_gap(visits_of) -> None:
+def test_weight_and_gradient_visits_are_numbered_without_gaps(visits_of) -> None:
     visits: tuple[Visit, ...] = visits_of(step_of(llama(4, frozen=2), 2))
     weights = [visit.weight_index for visit in visits if visit.weight_index is not None]
     gradients = [visit.gradient_index for visit in visits if visit.gradient_index is not None]
@@ -52,7 +52,7 @@ def test_visits_that_need_weights_and_those_that_make_gradients_are_numbered_wit
     assert all(visit.weight_index is not None for visit in visits if not visit.backward)
 
 
-def test_the_backward_pass_of_an_embedding_needs_no_weights() -> None:
+def test_embedding_backward_needs_no_weights() -> None:
     (last,) = (visit for visit in training_visits(step_of(llama(2), 1)) if visit.backward and visit.block == 0)
     assert last.weight_index is None and last.gradient_index is not None
 
@@ -90,7 +90,7 @@ def computed(step: StepSpec, own: tuple[int, ...]) -> list[Action]:
     ],
     ids=str,
 )
-def test_what_a_visit_leaves_behind_are_losses(model: ModelSpec, settings: dict) -> None:
+def test_visits_leave_only_losses_behind(model: ModelSpec, settings: dict) -> None:
     """Every activation is there when it is read, and goes once: nothing is left over, nothing read after its end."""
     step = step_of(model, 3, micro_batches_per_visit=3, **settings)
     held: set[Buffer] = set()
@@ -102,7 +102,7 @@ def test_what_a_visit_leaves_behind_are_losses(model: ModelSpec, settings: dict)
     assert held == set(map(loss, range(3)))
 
 
-def test_gradients_of_a_visit_are_added_up_from_its_second_micro_batch_on() -> None:
+def test_visit_gradients_accumulate_from_the_second_micro_batch() -> None:
     step, unit = step_of(llama(2), 3, micro_batches_per_visit=3), 1
     for already in (False, True):
         made = list(backward(step, 1, (0, 1, 2), [home_weight(unit)], {unit: (home_gradient(unit), already)}))
@@ -112,7 +112,7 @@ def test_gradients_of_a_visit_are_added_up_from_its_second_micro_batch_on() -> N
     assert not list(backward(step, 1, (), [], {unit: (home_gradient(unit), True)}))  # it holds the step's sum so far
 
 
-def test_an_input_on_its_way_to_the_host_gives_up_its_place_two_blocks_later() -> None:
+def test_offloaded_input_frees_its_buffer_two_blocks_later() -> None:
     step = step_of(llama(4), 1, offloaded_layers=2)
     actions = computed(step, (0,))
     given = {buffer: action.block for action in actions for buffer in action.frees if buffer.kind is Kind.INPUT}
@@ -135,7 +135,7 @@ def ended(program: list[Action], *, training: bool = True, **settings) -> list[A
     return list(StepEnd(0, step, training=training).close(program))
 
 
-def test_updates_wait_for_the_norm_and_every_unit_at_home_has_one(program) -> None:
+def test_updates_wait_for_the_norm_and_cover_every_unit(program) -> None:
     closed = ended(program)
     assert closed[: len(program)] == program and closed[len(program)].op is Op.NORM
     updates = closed[len(program) + 1 :]
@@ -144,7 +144,7 @@ def test_updates_wait_for_the_norm_and_every_unit_at_home_has_one(program) -> No
     assert {home_gradient(unit) for unit in range(8)} < set(closed[len(program)].reads)
 
 
-def test_early_updates_come_once_each_after_their_gradient_is_complete(program) -> None:
+def test_early_updates_follow_their_complete_gradient_once(program) -> None:
     for buffers in (1, 2):
         closed = ended(program, early_updates=True, gradient_buffers=buffers)
         assert closed[0].op is Op.COUNT and closed[-1].op is Op.NORM
@@ -160,7 +160,7 @@ def test_early_updates_come_once_each_after_their_gradient_is_complete(program) 
             assert visits >= 2 * buffers - 1 or not later  # a push under way must not stop the device
 
 
-def test_an_evaluation_ends_with_the_sum_of_its_losses_alone() -> None:
+def test_evaluation_ends_with_only_the_sum_of_losses() -> None:
     (norm,) = ended([], training=False)
     assert norm.op is Op.NORM and norm.reads == norm.frees == (loss(0), loss(1))
 
@@ -169,7 +169,7 @@ def test_an_evaluation_ends_with_the_sum_of_its_losses_alone() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped", "tawpipe-whole", "flat", "hsdp"])
-def test_a_long_step_is_a_short_one_and_so_many_rounds_more(strategy: str) -> None:
+def test_long_step_is_a_short_step_with_repeated_rounds(strategy: str) -> None:
     step = step_of(llama(3), 6 * 4, 2, 2, strategy=strategy)
     assert isinstance(step.strategy, WeightStrategy)
 
@@ -183,14 +183,14 @@ def test_a_long_step_is_a_short_one_and_so_many_rounds_more(strategy: str) -> No
     assert all_of_it == Counter({key: less[key] + times * (more[key] - less[key]) for key in more})
 
 
-def test_ranks_that_are_left_out_get_no_program_and_the_others_the_same() -> None:
+def test_build_for_some_ranks_gives_others_empty_programs() -> None:
     step = step_of(llama(3), 8, 2, 2)
     some, everybody = step.strategy.build(step, ranks=[2]), step.strategy.build(step)
     assert [bool(program) for program in some.programs] == [False, False, True, False]
     assert some.programs[2] == everybody.programs[2] and some.pools[2] == everybody.pools[2]
 
 
-def test_units_live_where_the_user_wants_them_and_places_that_are_none_are_refused() -> None:
+def test_units_are_placed_at_given_homes_and_wrong_homes_are_refused() -> None:
     step = step_of(llama(2), 4, 3, 1, strategy="tawpipe-striped")
     strategy, model, topology = step.strategy, step.model, step.topology
     assert isinstance(strategy, WeightStrategy)

@@ -40,7 +40,7 @@ def exact(world: World, *, settings: list[dict[str, Any]]) -> list[float]:
     return cases.exact(world, settings=settings)
 
 
-def test_it_is_short():
+def test_example_strategy_has_fewer_than_100_lines():
     assert len(EXAMPLE.read_text().splitlines()) < 100
 
 
@@ -55,26 +55,26 @@ def test_it_is_short():
     training=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_it_is_proved_and_computes_what_one_process_does(nodes, local, layers, count, tied, cached, training, seed):
+def test_example_strategy_verifies_and_computes_right_sums(nodes, local, layers, count, tied, cached, training, seed):
     model = llama(layers, tied=tied)
     schedule = make(model, nodes, local, count, training=training, strategy="broadcast", step_cache=cached)
     verify(schedule)
     check_numbers(schedule, seed=seed)
 
 
-def test_it_trains_as_one_process_does(pool):
+def test_example_strategy_trains_as_one_process(pool):
     usual = {"dtype": "float64", "tied": True, "strategy": "broadcast", "rows": 7}
     settings = [usual, usual | {"recompute": "none:1,full", "step_cache": "all", "micro_batches_per_visit": 2}]
     for differences in pool.run("test_add_a_strategy:exact", 2, 2, settings=settings):
         assert max(differences) < 1e-10
 
 
-def test_what_it_does_not_do_is_refused():
+def test_example_strategy_refuses_unsupported_settings():
     with pytest.raises(UserError, match="visit under broadcast: a unit goes to all processes in one hop"):
         make(llama(3), 2, 2, 4, strategy="broadcast", gradients_scope="step")
 
 
-def test_it_is_timed_and_drawn(tmp_path):
+def test_example_strategy_is_simulated_and_drawn(tmp_path):
     link = LinkModel(1e6)
     costs = CostModel.timed(layers=4, forward_s=0.1, backward_s=0.3, between=link, inside=LinkModel(1e8))
     timeline = play(make(llama(4), 2, 2, 4, strategy="broadcast"), costs)
@@ -84,7 +84,7 @@ def test_it_is_timed_and_drawn(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_is_a_row_of_a_plan(capsys):
+def test_example_strategy_is_a_row_of_a_plan(capsys):
     words = "--model tiny --vocab-size 300 --topology 2x2@1gbit --device-name A100 --sequence-length 64 --json"
     with looking_at("broadcast", "tawpipe-spread"):
         assert main(["plan", "--import", str(EXAMPLE), *words.split(), "--global-batch", "4"]) == 0
@@ -93,7 +93,7 @@ def test_it_is_a_row_of_a_plan(capsys):
 
 
 @pytest.mark.slow
-def test_a_plan_chooses_it_where_nothing_is_faster(capsys):
+def test_plan_chooses_the_example_strategy_if_nothing_is_faster(capsys):
     """On one node, for an optimizer of whole matrices: its bytes are those of ``tawpipe-whole``, and so its step."""
     words = "--model tiny --vocab-size 500 --topology 1x4 --device-name A100 --optimizer muon --global-batch 4 --json"
     assert main(["plan", "--import", str(EXAMPLE), *words.split(), "--sequence-length", "8192", "--all"]) == 0
@@ -103,11 +103,11 @@ def test_a_plan_chooses_it_where_nothing_is_faster(capsys):
     assert rows["broadcast"]["step_seconds"] == rows["tawpipe-whole"]["step_seconds"]
 
 
-def test_it_is_a_choice_of_the_training_run(capsys):
+def test_example_strategy_can_be_chosen_for_a_run(capsys):
     assert main(["train", "--import", str(EXAMPLE), "--schedule.strategy", "broadcast", "--print-config"]) == 0
     assert "strategy: broadcast" in capsys.readouterr().out
 
 
-def test_a_module_that_is_not_there_is_named(capsys):
+def test_missing_import_module_is_named(capsys):
     assert main(["plan", "--import", "nowhere.to.be.found", "--help"]) == 2
     assert "--import: got 'nowhere.to.be.found'" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def lengths_of(seed: int, count: int = 120) -> list[int]:
 
 
 @WAYS
-def test_every_document_is_in_one_bin_and_a_step_takes_what_was_said(name: str, stages: str) -> None:
+def test_every_document_is_in_one_pack_and_predicted_seconds_hold(name: str, stages: str) -> None:
     """Another process deals alike."""
     topology, lengths = Topology.grid(2, 2), lengths_of(1)
     use = laid_out(name, stages=stages, block_times=BLOCKS)
@@ -87,7 +87,7 @@ def test_every_document_is_in_one_bin_and_a_step_takes_what_was_said(name: str, 
     assert seconds_of(schedule, bins) == pytest.approx(bins.seconds, rel=0.02)
 
 
-def test_bins_in_their_places_take_less_than_as_they_come() -> None:
+def test_ordered_packs_stay_within_45_percent_of_even_packs() -> None:
     """Long documents leave bins uneven; a step is then shorter than by the worst of few orders, within 15 % of even."""
     use = laid_out("1f1b", block_times=BLOCKS)
     by = dealing_of(use, Topology.grid(4, 1), cap=500)
@@ -97,7 +97,7 @@ def test_bins_in_their_places_take_less_than_as_they_come() -> None:
         assert bins.seconds == bins.stretch * bins.mean_seconds and bins.imbalance >= 1
 
 
-def test_few_documents_leave_bins_empty_and_long_ones_are_refused() -> None:
+def test_few_documents_leave_packs_empty_and_long_ones_are_refused() -> None:
     use = laid_out("1f1b", block_times=BLOCKS)
     by = dealing_of(use, Topology.grid(4, 1))
     bins = by([7, 300])
@@ -106,7 +106,7 @@ def test_few_documents_leave_bins_empty_and_long_ones_are_refused() -> None:
         by([401])
 
 
-def test_an_order_for_rows_of_one_length_refuses_bins() -> None:
+def test_solved_order_of_equal_rows_refuses_packs() -> None:
     use = laid_out("solved", block_times=BLOCKS)
     with pytest.raises(UserError, match="generated where documents are dealt by time"):
         step_of_bins(llama(LAYERS), Topology.grid(2, 1), ScheduleSettings(), BinsForm(0, 8), strategy=use)
@@ -117,7 +117,7 @@ def test_an_order_for_rows_of_one_length_refuses_bins() -> None:
 
 @pytest.mark.parametrize("cap", [4, 7, 100])
 @pytest.mark.parametrize("mean", [0.0, 1.0, 30.0])
-def test_slices_are_a_document_in_its_order_within_the_cap(cap: int, mean: float) -> None:
+def test_slices_cover_a_document_in_order_within_the_cap(cap: int, mean: float) -> None:
     for length in range(4, 120, 5):
         spans = slices_of(length, cap, mean, WORK)
         assert spans[0][0] == 0 and spans[-1][1] == length and all(a[1] == b[0] for a, b in pairwise(spans))
@@ -125,7 +125,7 @@ def test_slices_are_a_document_in_its_order_within_the_cap(cap: int, mean: float
 
 
 @WAYS
-def test_slices_are_proved_and_take_what_was_said(name: str, stages: str) -> None:
+def test_slices_verify_and_take_their_predicted_seconds(name: str, stages: str) -> None:
     """Training, and evaluation, which goes forward alone."""
     topology, lengths = Topology.grid(2, 2), [*lengths_of(2, 60), 1500, 700, 333]
     use = laid_out(name, stages=stages, block_times=BLOCKS)
@@ -143,7 +143,7 @@ def test_slices_are_proved_and_take_what_was_said(name: str, stages: str) -> Non
     assert bins.seconds >= bins.floor * (1 - 1e-9), "no deal is faster"
 
 
-def test_documents_are_cut_as_far_as_it_makes_the_step_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_sliced_as_much_as_shortens_the_step_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where bins cost nothing besides their own."""
     monkeypatch.setattr(dealing, "OVERHEAD", 0)
     use, topology = laid_out("1f1b", block_times=BLOCKS), Topology.grid(4, 1)
@@ -157,7 +157,7 @@ def test_documents_are_cut_as_far_as_it_makes_the_step_shortest(monkeypatch: pyt
     assert chosen == [min(tried) for tried in zip(*alone, strict=True)] and chosen != alone[0]
 
 
-def test_slices_go_forward_in_order_and_come_back_in_reverse_and_stages_hold_their_keys() -> None:
+def test_slices_run_forward_in_order_and_backward_in_reverse() -> None:
     use, topology = laid_out("1f1b", block_times=BLOCKS), Topology.grid(2, 1)
     bins = dealing_of(use, topology, cuts=LONG)([1200, 50, 60, 70])
     schedule = schedule_of(use, topology, bins)
@@ -175,7 +175,7 @@ def test_slices_go_forward_in_order_and_come_back_in_reverse_and_stages_hold_the
     assert said.activation_bytes >= without.activation_bytes + held * 0.9
 
 
-def test_the_last_stage_goes_back_with_a_document_as_soon_as_it_has_come() -> None:
+def test_last_stage_runs_a_document_backward_once_all_slices_arrived() -> None:
     """Earlier stages are ahead by what the largest document to come needs; all orders end."""
     layout = Layout.even(LAYERS + 2, 4)
     order = causal(one_f_one_b(layout, 12), [2, 3, 6])
@@ -195,7 +195,7 @@ def loads(count: int, slices: tuple[int, ...]) -> LaneLoad:
 @pytest.mark.parametrize(
     ("layout", "slices"), [("0,5@0,1", (2, 3, 8)), ("0,3,5,7@0,1,1,0", (6, 2)), ("0,4,7@0,1,2", (9,))]
 )
-def test_orders_that_are_listed_keep_slices_in_turn_and_are_not_longer(layout: str, slices: tuple, hop: int) -> None:
+def test_listed_orders_keep_slices_in_order_and_are_not_longer(layout: str, slices: tuple, hop: int) -> None:
     """Every work once, slices forward in turn and back in reverse, and none waits for ever; within memory."""
     stages, block, load = Layout.parse(layout, LAYERS + 2), BlockTimes(1, 2, 1), loads(20, slices)
     given = PipelineCosts((BlockTimes(0, 0, 0), *[block] * LAYERS, BlockTimes(0, 0, 0)), hop=hop)
@@ -219,7 +219,7 @@ def test_orders_that_are_listed_keep_slices_in_turn_and_are_not_longer(layout: s
 
 
 @pytest.mark.parametrize(("size", "slices"), [(2, ()), (2, (3,)), (2, (4, 2, 2)), (3, ()), (3, (2, 3)), (4, ())])
-def test_few_weights_wait_and_no_step_is_longer_for_it(size: int, slices: tuple[int, ...]) -> None:
+def test_delayed_weight_gradients_use_little_memory_and_no_more_time(size: int, slices: tuple[int, ...]) -> None:
     """Beside orders made as if what W needs took no memory."""
     block, layout = BlockTimes(1000, 2000, 1000, 1, 16), Layout.even(LAYERS + 2, size)
     costs = PipelineCosts((BlockTimes(0, 0, 0), *[block] * LAYERS, BlockTimes(0, 1200, 0)), hop=500)
@@ -237,7 +237,7 @@ def test_few_weights_wait_and_no_step_is_longer_for_it(size: int, slices: tuple[
     assert lean[0] <= 1.002 * free[0] and lean[1] <= few and (slices or lean[1] < 0.7 * free[1])
 
 
-def test_boundaries_between_two_positions_go_one_after_the_other_and_share_what_leaves_a_node() -> None:
+def test_activation_hops_share_a_link_one_after_the_other() -> None:
     """Three that are there at once, the second twice as large. Then two that leave a node between two others; and one
     way within a node, which has its own.
     """
@@ -260,7 +260,7 @@ def shortened(order: Order, most: int) -> Order:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_clock_of_links_and_the_clock_of_the_house_say_the_same(size: int) -> None:
+def test_link_clock_of_the_dealing_agrees_with_the_simulator(size: int) -> None:
     """Of uneven bins over slow links, in the order that is made for them; nearly, where what a port leaves goes on."""
     topology = Topology.grid(size, 1)
     use = laid_out("generated", stages="nodes", block_times=f"{BLOCKS};hop=12;link=8")
@@ -282,7 +282,7 @@ def test_the_clock_of_links_and_the_clock_of_the_house_say_the_same(size: int) -
     assert play(schedule, model, steps=1).makespan == pytest.approx(said, rel=0.01 if size < 4 else 0.03)
 
 
-def test_over_slow_links_short_documents_go_first_where_a_long_one_would_hold_up_all() -> None:
+def test_slow_links_run_short_documents_first() -> None:
     """The first stage would have to send all of the long one before anything comes back. Bins of whole documents are
     no longer than slices.
     """
@@ -294,7 +294,7 @@ def test_over_slow_links_short_documents_go_first_where_a_long_one_would_hold_up
     assert max(times[sum(slices) :]) < 1.25 * max(times[: sum(slices)])
 
 
-def test_a_schedule_that_loses_keys_or_their_gradients_is_refused() -> None:
+def test_schedule_that_loses_keys_or_key_gradients_is_refused() -> None:
     use, topology = laid_out("zero-bubble", block_times=BLOCKS), Topology.grid(2, 1)
     schedule = schedule_of(use, topology, dealing_of(use, topology, cuts=LONG)([1200, 50, 60, 70]))
     verify(schedule, one_thread=True)
@@ -330,7 +330,7 @@ def test_a_schedule_that_loses_keys_or_their_gradients_is_refused() -> None:
         verify(replace(schedule, programs=tuple(map(swapped, schedule.programs))), one_thread=True)
 
 
-def test_stages_without_memory_for_all_slices_are_refused_with_what_works() -> None:
+def test_stages_without_memory_for_all_slices_are_refused_with_a_way_out() -> None:
     use = laid_out("1f1b", block_times=f"{BLOCKS};memory=24")
     by = dealing_of(use, Topology.grid(2, 1), cuts=LONG)
     assert by([400, 300, 200, 100]).slices

@@ -20,7 +20,7 @@ def grouped(nodes: int, local: int, groups: str, **settings) -> Schedule:
 @pytest.mark.parametrize(
     ("nodes", "local"), [(1, 4), (2, 2), (4, 1), pytest.param(4, 2, marks=pytest.mark.slow)], ids=str
 )
-def test_all_sizes_are_proved_and_move_what_the_formula_says(nodes, local):
+def test_every_group_size_verifies_and_sends_the_predicted_bytes(nodes, local):
     for groups in group_sizes(Topology.grid(nodes, local)):
         schedule = grouped(nodes, local, groups, look_ahead=1)
         verify(schedule)
@@ -36,7 +36,7 @@ def test_all_sizes_are_proved_and_move_what_the_formula_says(nodes, local):
         ("8/8/8", "tawpipe-spread", {"gradients_scope": "visit"}),
     ],
 )
-def test_other_strategies_are_points_of_it(groups, other, settings):
+def test_known_strategies_equal_special_group_sizes(groups, other, settings):
     mine, known = grouped(4, 2, groups, **settings), make(llama(3), 4, 2, 16, strategy=other)
     assert mine.programs == known.programs or _without_names(mine) == _without_names(known)
     assert mine.homes == known.homes
@@ -55,7 +55,7 @@ def _memory(schedule: Schedule, rank: int) -> list[tuple]:
     return sorted((pool.kind, pool.count, pool.elements) for pool in schedule.pools[rank])
 
 
-def test_two_nodes_of_four_share_what_crosses_the_links():
+def test_groups_of_two_nodes_halve_the_link_traffic():
     """Of 4 nodes: weights from one other node once a step, gradients to it, and to the copy."""
     schedule = grouped(4, 1, "1n/1n/2n")
     padded = [home.padded for home in schedule.homes]
@@ -77,18 +77,18 @@ def test_two_nodes_of_four_share_what_crosses_the_links():
         ("2/2/8", "numbers of 1, 2, 4, 12"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(groups, expected):
+def test_impossible_group_sizes_are_refused(groups, expected):
     with pytest.raises(UserError, match=f"schedule.groups: got '{groups}'.*{expected}"):
         step_for(llama(3), Topology.grid(3, 4), 12, strategy="tawpipe-groups", groups=groups)
 
 
 @pytest.mark.parametrize("name", ["tawpipe-step", "1f1b"])
-def test_others_have_no_groups(name):
+def test_groups_setting_is_refused_by_other_strategies(name):
     with pytest.raises(UserError, match=f"nothing under {name}"):
         step_for(llama(4), Topology.grid(2, 2), 4, strategy=name, groups="2/2/4")
 
 
-def test_a_plan_looks_at_groups_that_no_other_strategy_has():
+def test_plan_tries_only_group_sizes_of_no_other_strategy():
     ways = {way.groups for way in Grouped().layouts(Topology.grid(4, 2)) if isinstance(way, Grouped)}
     assert ways == {"1n/1n/2n", "1n/2n/2n", "2n/2n/2n"}
     assert [*Grouped().layouts(Topology.grid(3, 2))] == [Grouped()]

@@ -39,7 +39,7 @@ def texts(**settings) -> str:
     return "\n".join(found)
 
 
-def test_homes_on_devices_have_the_schedules_that_they_had() -> None:
+def test_schedules_with_homes_on_devices_are_unchanged() -> None:
     """Byte for byte: the sum is of the text before there was another place for homes."""
     assert f"{zlib.crc32(texts().encode()):08x}" == "2a5deace"
     assert texts(host_homes="none") == texts()
@@ -47,7 +47,7 @@ def test_homes_on_devices_have_the_schedules_that_they_had() -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("shape", quick_ones(SHAPES, [(2, 2)]), ids=str)
-def test_every_strategy_is_proved_with_homes_in_the_host(name: str, shape: tuple[int, int]) -> None:
+def test_every_strategy_verifies_with_homes_in_the_host(name: str, shape: tuple[int, int]) -> None:
     nodes, local = shape
     if strategies()[name].axis and nodes * local == 1:
         return
@@ -67,19 +67,19 @@ def test_every_strategy_is_proved_with_homes_in_the_host(name: str, shape: tuple
             assert level == "state" or read == {Op.RAISE, Op.UPDATE}
 
 
-def test_without_overlap_homes_have_the_lane_of_everything() -> None:
+def test_schedules_without_overlap_verify_with_homes_in_the_host() -> None:
     schedule = make(llama(4), 2, 1, 4, strategy="tawpipe-spread", host_homes="state", look_ahead=0)
     verify(without_overlap(schedule))
     verify(without_overlap(make(llama(4), 2, 1, 4, strategy="tawpipe-whole", host_homes="all", look_ahead=0)))
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if strategies()[name].axis])
-def test_pipelines_keep_their_weights_on_devices(name: str) -> None:
+def test_pipelines_refuse_host_homes_all(name: str) -> None:
     with pytest.raises(UserError, match=r"schedule.host_homes.*state or none.*stay there"):
         make(llama(8), 2, 1, 4, strategy=name, host_homes="all")
 
 
-def test_weights_are_raised_once_for_a_visit_and_while_others_are_used() -> None:
+def test_host_weights_are_raised_once_per_visit_while_others_compute() -> None:
     schedule = make(llama(6), 1, 1, 2, host_homes="all", micro_batches_per_visit=2)
     program = schedule.programs[0]
     raised = [action for action in program if action.op is Op.RAISE]
@@ -92,7 +92,7 @@ def test_weights_are_raised_once_for_a_visit_and_while_others_are_used() -> None
             assert before.writes != after.writes
 
 
-def test_weights_that_are_not_raised_or_raised_before_their_update_are_refused() -> None:
+def test_missing_or_too_early_raises_are_refused() -> None:
     for name in ("tawpipe-spread", "tawpipe-whole", "flat"):
         schedule = make(llama(3), 2, 1, 2, strategy=name, host_homes="all")
         verify(schedule)
@@ -110,7 +110,7 @@ def test_weights_that_are_not_raised_or_raised_before_their_update_are_refused()
         verify(replace(early, programs=(tuple(program),)))
 
 
-def test_a_gradient_of_one_process_goes_home_only_where_more_is_added_to_it() -> None:
+def test_gradient_of_one_process_moves_to_the_host_only_to_accumulate() -> None:
     """Under early updates; an update from a place on the device, where it may not be, is refused."""
     settings = {"host_homes": "state", "early_updates": True, "micro_batches_per_visit": 2}
     once, twice = (make(llama(3), 1, 1, rows, **settings) for rows in (2, 4))
@@ -127,7 +127,7 @@ def test_a_gradient_of_one_process_goes_home_only_where_more_is_added_to_it() ->
         verify(replace(once, step=late.step))
 
 
-def test_places_for_weights_are_as_many_as_two_reads_after_one_another_need() -> None:
+def test_raising_adds_weight_buffers_and_actions() -> None:
     plain = make(llama(3), 1, 1, 2)
     raising = Raising(plain.step)
     found = list(raising.through(plain.programs[0]))
@@ -137,7 +137,7 @@ def test_places_for_weights_are_as_many_as_two_reads_after_one_another_need() ->
     )
 
 
-def test_an_early_update_follows_its_gradient_before_the_step_has_ended() -> None:
+def test_early_update_in_the_host_runs_before_the_step_ends() -> None:
     schedule = make(llama(6), 2, 1, 4, strategy="tawpipe-spread", host_homes="state", early_updates=True)
     lane = [(action.op, action.unit) for action in schedule.programs[0] if action.lane is Lane.HOME]
     updates = [unit for op, unit in lane if op is Op.UPDATE]
@@ -147,7 +147,7 @@ def test_an_early_update_follows_its_gradient_before_the_step_has_ended() -> Non
 
 
 @pytest.mark.parametrize("places", [1, 2, 3])
-def test_gradients_that_a_device_fills_go_through_as_many_places_as_are_allowed(places: int) -> None:
+def test_gradient_landing_uses_gradient_buffers_many_places(places: int) -> None:
     schedule = make(
         llama(6),
         1,
@@ -177,14 +177,14 @@ def _swapped(schedule: Schedule, op: Op, before: Op, *, unit: int) -> Schedule:
 
 @pytest.mark.parametrize(("op", "before"), [(Op.ADD, Op.UPDATE), (Op.ADD, Op.NORM)])
 @pytest.mark.parametrize("name", ["tawpipe-spread", "tawpipe-whole", "1f1b"])
-def test_an_update_before_its_gradient_is_refused(name: str, op: Op, before: Op) -> None:
+def test_host_update_before_its_gradient_is_refused(name: str, op: Op, before: Op) -> None:
     schedule = make(llama(5), 2, 1, 4, strategy=name, host_homes="state", early_updates=before is Op.UPDATE)
     verify(schedule)
     with pytest.raises(ScheduleError, match=r"lacks|holds nothing"):
         verify(_swapped(schedule, op, before, unit=1 if name == "1f1b" else 0))
 
 
-def test_a_copy_before_its_update_is_refused() -> None:
+def test_weight_copy_before_its_host_update_is_refused() -> None:
     """Of a program in which a unit is updated in the middle of a step: what travels then is of another version."""
     schedule = make(llama(3), 2, 1, 2, strategy="tawpipe-spread", host_homes="state")
     program = list(schedule.programs[0])
@@ -200,7 +200,7 @@ def test_a_copy_before_its_update_is_refused() -> None:
         verify(replace(early, programs=(tuple(program), *early.programs[1:])))
 
 
-def test_a_gradient_that_is_not_fetched_before_more_is_added_is_refused() -> None:
+def test_missing_gradient_fetch_before_accumulation_is_refused() -> None:
     schedule = make(llama(3), 1, 1, 3, strategy="tawpipe-spread", host_homes="state")
     fetches = [i for i, one in enumerate(schedule.programs[0]) if one.op is Op.ADD and one.writes[0].pool]
     assert fetches
@@ -210,7 +210,7 @@ def test_a_gradient_that_is_not_fetched_before_more_is_added_is_refused() -> Non
             verify(replace(schedule, programs=((*program[:i], *program[i + 1 :]),)))
 
 
-def test_a_place_for_gradients_on_the_device_is_asked_for_as_often_as_backward_passes_overlap() -> None:
+def test_landing_adds_gradient_buffers_on_the_device() -> None:
     """One process fills its gradients itself: every unit has a place of its size, ``gradient_buffers`` at a time."""
     plain = make(llama(3), 1, 1, 2)
     landing = Landing(plain.step)
@@ -222,7 +222,7 @@ def test_a_place_for_gradients_on_the_device_is_asked_for_as_often_as_backward_p
 
 @pytest.mark.parametrize("name", ["tawpipe-striped", "tawpipe-whole"])
 @pytest.mark.parametrize("rows", [5, 12])
-def test_early_updates_do_not_stand_before_gradients_that_others_wait_for(name: str, rows: int) -> None:
+def test_early_host_updates_never_block_awaited_gradients(name: str, rows: int) -> None:
     """On the lane of homes: a rank's update may wait for weights that a peer sends once its gradients have gone."""
     settings = {"early_updates": True, "host_homes": "state", "reuse": False, "gradient_buffers": 1, "look_ahead": 0}
     for ranks in (1, 2):

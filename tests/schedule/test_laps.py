@@ -32,7 +32,7 @@ def _with(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
 
 
 @pytest.mark.parametrize("ranks", range(1, 7))
-def test_laps_are_proved_for_lanes_and_for_one_thread(ranks):
+def test_decode_steps_verify_with_lanes_and_with_one_thread(ranks):
     for groups in range(1, 17):
         schedule = _laps(ranks, groups)
         verify(schedule)
@@ -41,7 +41,7 @@ def test_laps_are_proved_for_lanes_and_for_one_thread(ranks):
     assert {action.op for action in schedule.programs[0]} <= {Op.EXCHANGE, Op.PREPARE, Op.FORWARD}
 
 
-def test_a_lap_on_nodes_of_several_ranks_with_tied_embeddings():
+def test_decode_step_verifies_on_nodes_with_tied_embeddings():
     for layout in (None, Layout(7, (0, 1, 4, 6), (0, 1, 2, 3))):  # the embedding and the head each alone on a rank
         schedule = build_laps(llama(5, tied=True), Topology.grid(2, 2), 5, layout)
         verify(schedule)
@@ -49,12 +49,12 @@ def test_a_lap_on_nodes_of_several_ranks_with_tied_embeddings():
         assert schedule.homes[0].copies == ((0,), (3,))  # whole where it embeds, and whole where it is the head's
 
 
-def test_the_text_of_every_action_parses_back():
+def test_every_action_of_a_decode_step_reads_back_from_its_text():
     for program in _laps(3, 2).programs:
         assert [Action.parse(str(action)) for action in program] == list(program)
 
 
-def test_what_comes_to_a_rank_and_what_leaves_it_are_on_two_lanes():
+def test_decode_step_receives_and_sends_on_two_lanes():
     for ranks in range(2, 7):
         for program in _laps(ranks, 3).programs:
             ways = {(transfer.send, action.lane) for action in program for transfer in action.transfers}
@@ -70,7 +70,7 @@ def test_every_layer_has_one_cache_on_the_rank_of_its_stage():
 @pytest.mark.parametrize(
     ("ranks", "groups", "layers"), [(1, 1, 1), (1, 3, 2), (2, 1, 2), (2, 3, 3), (3, 4, 3), (4, 2, 4)]
 )
-def test_no_action_of_a_lap_can_be_left_out(ranks, groups, layers):
+def test_decode_step_with_any_action_removed_is_refused(ranks, groups, layers):
     schedule = _laps(ranks, groups, layers)
     for rank, program in enumerate(schedule.programs):
         for index in range(len(program)):
@@ -87,7 +87,7 @@ def _dependent(program: tuple[Action, ...]) -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("ranks", "groups", "layers"), [(1, 1, 1), (1, 3, 2), (2, 1, 2), (2, 3, 3), (3, 4, 3)])
-def test_no_two_actions_that_depend_on_each_other_can_change_places(ranks, groups, layers):
+def test_decode_step_with_swapped_dependent_actions_is_refused(ranks, groups, layers):
     schedule = _laps(ranks, groups, layers)
     for rank, program in enumerate(schedule.programs):
         for first, second in _dependent(program):
@@ -97,14 +97,14 @@ def test_no_two_actions_that_depend_on_each_other_can_change_places(ranks, group
                 verify(_with(schedule, rank, changed))
 
 
-def test_groups_in_another_order_on_one_rank_find_other_passes():
+def test_decode_step_with_groups_in_another_order_is_refused():
     schedule = _laps(1, 2)
     half = len(schedule.programs[0]) // 2
     with pytest.raises(ScheduleError, match=r"pass 1 finds 0 passes in cache\.1"):
         verify(_with(schedule, 0, [*schedule.programs[0][half:], *schedule.programs[0][:half]]))
 
 
-def test_what_is_drawn_must_be_back_at_the_end_of_a_lap():
+def test_drawn_tokens_must_return_by_the_end_of_a_decode_step():
     schedule = _laps(2, 1)
     back = [action for action in schedule.programs[0] if ids(0) in action.writes]
     away = [action for action in schedule.programs[1] if ids(0) in action.reads]
@@ -113,13 +113,13 @@ def test_what_is_drawn_must_be_back_at_the_end_of_a_lap():
         verify(replace(schedule, programs=tuple(map(tuple, kept))))
 
 
-def test_only_laps_begin_with_ids_and_keep_caches():
+def test_only_decode_steps_begin_with_ids_and_keep_caches():
     schedule = _laps(1, 1)
     with pytest.raises(ScheduleError, match=r"ids\.0 is for laps"):
         verify(replace(schedule, looped=False))
 
 
-def test_laps_that_cannot_be_are_refused():
+def test_impossible_decode_steps_are_refused():
     with pytest.raises(UserError, match="groups of a lap"):
         _laps(2, 0)
     with pytest.raises(UserError, match="layers of the model"):

@@ -23,7 +23,7 @@ def work(own: Ranges, lengths: list[int]) -> int:
 
 
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12), ranks=st.integers(1, 8))
-def test_every_token_is_computed_once(lengths, ranks):
+def test_every_token_is_dealt_to_one_rank(lengths, ranks):
     dealt = tokens_of_ranks(lengths, ranks)
     assert len(dealt) == ranks
     tokens = [token for own in dealt for begin, end in own for token in range(begin, end)]
@@ -36,7 +36,7 @@ def test_every_token_is_computed_once(lengths, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("lengths", [[4001], [1999, 2002], [3000, 40, 40, 40, 881], [50] * 80, [3000, *[7] * 143]])
-def test_ranks_have_as_much_to_do(lengths, ranks):
+def test_ranks_get_equal_attention_work(lengths, ranks):
     dealt = tokens_of_ranks(lengths, ranks)
     tokens = [sum(end - begin for begin, end in own) for own in dealt]
     assert max(tokens) - min(tokens) <= max(2 * len(lengths), sum(lengths) / ranks / SHORT)
@@ -45,7 +45,7 @@ def test_ranks_have_as_much_to_do(lengths, ranks):
         assert max(pairs) < 1.02 * sum(pairs) / ranks
 
 
-def test_short_documents_stay_whole():
+def test_short_documents_are_kept_whole():
     lengths = [20] * 400
     for own in tokens_of_ranks(lengths, 4):
         assert all(begin % 20 == end % 20 == 0 for begin, end in own)

@@ -81,7 +81,7 @@ def test_every_block_computes_every_micro_batch_once(kind, axis):
 
 @pytest.mark.parametrize("kind", FIXED)
 @pytest.mark.parametrize(("nodes", "local", "axis"), [(2, 2, "nodes"), (3, 2, "locals"), (3, 1, "world")])
-def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
+def test_pipelines_verify_for_every_number_of_micro_batches(kind, nodes, local, axis):
     """Tied embeddings, pipelines side by side with uneven shares or none, training and evaluation."""
     topology, model = Topology.grid(nodes, local), llama(8, tied=True)
     for count in (1, 2, 3, 5, 6, 12):
@@ -95,7 +95,7 @@ def test_every_number_of_micro_batches_is_proved(kind, nodes, local, axis):
         verify(for_one_thread(schedule), steps=2, one_thread=True)
 
 
-def test_backward_passes_in_parts_are_for_strategies_that_say_so():
+def test_split_backward_passes_are_refused_for_other_strategies():
     class Whole(ZeroBubble):
         splits = False
 
@@ -106,7 +106,7 @@ def test_backward_passes_in_parts_are_for_strategies_that_say_so():
 
 
 @pytest.mark.slow
-def test_pipelines_of_published_orders_run_without_the_search_for_others(tmp_path):
+def test_published_pipelines_run_without_importing_the_order_search(tmp_path):
     """Nor does a run that only may plan import it."""
     script = tmp_path / "script.py"
     script.write_text("""
@@ -146,7 +146,7 @@ def some_order(layout: Layout, count: int, split: float, seed: int) -> Order:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_any_order_on_any_layout_is_proved(data):
+def test_any_order_on_any_layout_verifies(data):
     """Uneven stages anywhere, several on a position, backward passes in parts or whole, frozen layers, tied ends."""
     size = data.draw(st.sampled_from([2, 3, 4]))
     layers, tied = data.draw(st.integers(size, 9)), data.draw(st.booleans())
@@ -172,7 +172,7 @@ def test_any_order_on_any_layout_is_proved(data):
     verify(for_one_thread(build_pipeline(shape, step, training=True)), steps=2, one_thread=True)
 
 
-def test_what_waits_in_the_host_s_memory_is_proved():
+def test_host_memory_orders_verify_and_reordered_ones_are_refused():
     """What is offloaded comes back before it is needed, in turns that orders set between the lanes of a position."""
     layout, model, topology = Layout.even(4, 2), llama(2), Topology.grid(2, 1)
     first = [Work(kind, 0, m) for kind, m in [("F", 0), ("F", 1), ("F", 2), ("B", 0), ("B", 1), ("B", 2)]]
@@ -200,7 +200,7 @@ def test_what_waits_in_the_host_s_memory_is_proved():
         ("none:6,selective:1,full", {"graph", "kept", "x"}),
     ],
 )
-def test_what_layers_keep_waits_in_the_host_s_memory(recompute, kinds):
+def test_kept_graphs_and_inputs_are_offloaded_in_a_solved_order(recompute, kinds):
     """Whatever they keep, but for layers that say that it stays."""
     blocks = [BlockTimes(0, 0, 0, 0), *[BlockTimes(100, 200, 97)] * 8, BlockTimes(0, 300, 0)]
     blocks[3] = replace(blocks[3], stays=1)
@@ -220,7 +220,7 @@ def test_what_layers_keep_waits_in_the_host_s_memory(recompute, kinds):
     assert peak_activations(moved, 0, {AWAY[kind]: size for kind, size in sizes.items()}) == 2 * each
 
 
-def test_a_copy_takes_as_long_as_what_it_moves_is_large():
+def test_offload_time_follows_the_bytes_of_what_layers_keep():
     seconds: dict[str, float] = {}
     for recompute in ("none", "selective", "full"):
         use = SolvedPipeline("world", "0/0/0,2x1/2/1,0/1/0;host=1", "F0.0 B0.0|F1.0 B1.0;O0.0 R0.0|;")
@@ -231,7 +231,7 @@ def test_a_copy_takes_as_long_as_what_it_moves_is_large():
 
 
 @pytest.mark.parametrize(("memory", "count"), [(8, 8), pytest.param(10, 80, marks=pytest.mark.slow), (13, 8), (20, 8)])
-def test_a_limit_is_what_a_device_holds_with_transfers_under_way(memory, count):
+def test_memory_limit_includes_activations_in_transfer(memory, count):
     """Inputs that wait, those that have come early, those that are yet to go, and gradients."""
     use = SolvedPipeline("world", f"0/0/0/0,8x10/20/10,0/9/0/0;memory={memory};host=3;hop=2")
     schedule = build(step_for(llama(8), Topology.grid(4, 1), count, use=use))
@@ -241,7 +241,7 @@ def test_a_limit_is_what_a_device_holds_with_transfers_under_way(memory, count):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_a_limit_counts_kept_graphs_as_the_costs_say(recompute):
+def test_memory_limit_counts_kept_graphs_as_the_costs_do(recompute):
     times = "0/0/0/0,8x10/20/10/6/7,0/9/0/0;memory=60;host=1"
     step = step_for(llama(8), Topology.grid(4, 1), 8, use=SolvedPipeline("world", times), recompute=recompute)
     sizes = {Kind.INPUT: 1, Kind.INPUT_GRADIENT: 1, Kind.GRAPH: 6, Kind.ATTENTION: 6, Kind.LINEAR: 7}
@@ -249,13 +249,13 @@ def test_a_limit_counts_kept_graphs_as_the_costs_say(recompute):
     assert 48 < max(held) <= 60
 
 
-def test_a_limit_that_transfers_leave_too_little_of_says_so():
+def test_memory_limit_too_small_for_transfers_is_refused():
     use = SolvedPipeline("world", "0/0/0/0,8x10/20/10,0/9/0/0;memory=3;host=3")
     with pytest.raises(UserError, match=r"memory of a position: got 3.*with what is on its way between positions"):
         build(step_for(llama(8), Topology.grid(4, 1), 8, use=use))
 
 
-def test_an_order_that_is_given_is_played():
+def test_given_pipeline_order_is_used():
     order = "F0.0 F0.1 B0.0 B0.1|F1.0 F1.1 B1.1 B1.0;;"
     knobs: dict[str, Any] = {"strategy": "solved", "stages": "world", "pipeline_order": order}
     step = step_for(llama(4), Topology.grid(2, 1), 2, **knobs)
@@ -279,12 +279,12 @@ def test_an_order_that_is_given_is_played():
         "F0.0 F0.1 B0.0 B0.1|F1.0 F1.1 B1.1 B1.0|F2.0 F2.1 B2.0 B2.1;;",
     ],
 )
-def test_an_order_of_something_else_is_refused(order):
+def test_pipeline_order_of_another_shape_is_refused(order):
     with pytest.raises(UserError, match=r"schedule.pipeline_order: got .*; .*or nothing"):
         build(step_for(llama(4), Topology.grid(2, 1), 2, strategy="solved", stages="world", pipeline_order=order))
 
 
-def test_zero_bubble_is_made_for_its_links_within_the_memory_of_the_published_order():
+def test_zero_bubble_order_fits_its_links_within_published_memory():
     """Links as slow as half a forward pass; the other order is made as if they took no time."""
     size, count = 6, 24
     layout = Layout.even(2 * size + 2, size, 2, folded=True)
@@ -305,7 +305,7 @@ def test_zero_bubble_is_made_for_its_links_within_the_memory_of_the_published_or
             wrong.shape(model, topology)
 
 
-def test_the_bubble_of_1f1b():
+def test_1f1b_bubble_equals_the_formula():
     """(P - 1) / (M + P - 1) of a step that begins and ends with nothing under way."""
     ranks, count, layers = 4, 12, 8
     timeline = play(pipeline("1f1b", ranks, 1, count, layers=layers), costs(layers), steps=1)
@@ -313,25 +313,25 @@ def test_the_bubble_of_1f1b():
     assert timeline.makespan == pytest.approx((count + ranks - 1) * each, rel=1e-6)
 
 
-def test_more_stages_mean_a_smaller_bubble():
+def test_more_stages_shrink_the_bubble():
     seconds = [play(pipeline(kind, 4, 1, 8), costs(8), steps=1).makespan for kind in FIXED]
     assert seconds[0] > seconds[1] > 8 * 2 * 4.0
     assert seconds[2] < seconds[1]
 
 
-def test_activations_cross_the_links():
+def test_simulated_pipeline_sends_its_activations_over_the_links():
     schedule = pipeline("1f1b", 3, 1, 6, layers=6)
     moved = play(schedule, costs(6), steps=2).node_bytes[1]
     assert [(node.sent, node.received) for node in moved] == [(6, 6), (12, 12), (6, 6)]
 
 
-def test_1f1b_holds_as_many_micro_batches_as_stages_follow():
+def test_1f1b_holds_one_micro_batch_per_following_stage():
     schedule = pipeline("1f1b", 4, 1, 12, layers=4)
     held = [peak_activations(schedule, rank, {Kind.INPUT: 1}) for rank in range(4)]
     assert held == [5, 6, 5, 4]  # what waits, one that is sent, one for which there is room already
 
 
-def test_every_direction_between_two_positions_has_a_lane_of_its_own():
+def test_every_direction_between_two_positions_has_its_own_lane():
     for kind in ("1f1b", "zero-bubble"):
         shape = laid_out(kind).shape(llama(12), Topology.grid(6, 1))
         for position in range(6):
@@ -351,6 +351,6 @@ def test_every_direction_between_two_positions_has_a_lane_of_its_own():
         ("zero-bubble", 8, 6, "world:0,4,2@0,1,2", "ascending from 0 below 10"),
     ],
 )
-def test_what_cannot_be_built(kind, layers, count, stages, expected):
+def test_impossible_pipelines_are_refused(kind, layers, count, stages, expected):
     with pytest.raises(UserError, match=expected):
         pipeline(kind, 3, 1, count, layers=layers, stages=stages)

@@ -33,7 +33,7 @@ def costs_of(layers: int, memory: float = math.inf, host: float = 0.5, hop: floa
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("cap", [1, 2, 4])
-def test_a_list_has_every_work_once_and_no_more_in_flight_than_its_cap(split: bool, cap: int) -> None:
+def test_listed_lanes_hold_every_work_once_within_the_in_flight_cap(split: bool, cap: int) -> None:
     layout, costs = Layout.even(8, 3, 2), costs_of(6, hop=0.3)
     lanes = listed(layout, costs, 5, [cap] * 6, split, math.inf)
     assert lanes is not None
@@ -48,7 +48,7 @@ def test_a_list_has_every_work_once_and_no_more_in_flight_than_its_cap(split: bo
     play(layout, Order(lanes), costs)  # waits for nothing that comes later
 
 
-def test_a_list_keeps_within_its_room_or_is_none() -> None:
+def test_listed_lanes_stay_within_memory_or_are_none() -> None:
     layout, costs = Layout.even(6, 2, 2), costs_of(4)
     for split, least in ((False, 2.0), (True, 3.0)):  # of a micro-batch on two stages, with what passes leave for W
         for room in (least, least + 1.5):
@@ -57,7 +57,7 @@ def test_a_list_keeps_within_its_room_or_is_none() -> None:
         assert listed(layout, costs, 4, [4] * 4, split, 1.9) is None
 
 
-def test_weights_that_may_not_wait_are_computed_at_once() -> None:
+def test_weight_gradients_that_may_not_wait_follow_input_gradients() -> None:
     layout, costs = Layout.even(4, 2), costs_of(2)
     lanes = listed(layout, costs, 4, [4, 4], True, math.inf, late=1)
     assert lanes is not None
@@ -66,7 +66,7 @@ def test_weights_that_may_not_wait_are_computed_at_once() -> None:
         assert after_inputs == [Work("W", work.stage, work.micro_batch) for work in works if work.kind == "I"]
 
 
-def test_what_goes_to_the_host_makes_room_for_what_could_not_run_here() -> None:
+def test_offloading_makes_an_eager_order_fit_the_memory() -> None:
     layout, costs, compute = Layout.even(4, 2), costs_of(2, memory=2.0), one_f_one_b(Layout.even(4, 2), 4).compute
     eager = tuple(tuple(sorted(works, key=lambda work: (work.kind != "F", work.micro_batch))) for works in compute)
     assert with_host(layout, eager, (), costs) is None  # four micro-batches, and room for two
@@ -83,7 +83,7 @@ def test_what_goes_to_the_host_makes_room_for_what_could_not_run_here() -> None:
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=6), st.sampled_from([1.0, 0.1, 1 / 3, 7.25e-5]))
-def test_the_unit_divides_all_numbers_or_is_the_finest(numbers: list[int], scale: float) -> None:
+def test_tick_unit_divides_all_times_or_is_the_finest(numbers: list[int], scale: float) -> None:
     times = [number * scale for number in numbers]
     unit = unit_of(times, -1.0)
     common = math.gcd(*numbers)
@@ -93,12 +93,12 @@ def test_the_unit_divides_all_numbers_or_is_the_finest(numbers: list[int], scale
         assert unit == -1.0
 
 
-def test_the_next_whole_number_but_for_what_floats_add() -> None:
+def test_up_rounds_to_the_next_integer_but_ignores_float_error() -> None:
     assert [up(number) for number in (2.0, 2.0 + 1e-9, 2.001, 0.0)] == [2, 2, 3, 0]
 
 
 @given(st.lists(st.floats(0.01, 9.0), min_size=4, max_size=4), st.sampled_from([0.0, 0.01, 0.3, 1.7]), st.booleans())
-def test_ticks_are_never_less_than_the_time_and_at_most_the_stretch_more(times, hop: float, host: bool) -> None:
+def test_ticks_round_up_by_at_most_the_stretch(times, hop: float, host: bool) -> None:
     blocks = tuple(BlockTimes(a, b, 0.7, 1.0) for a, b in zip(times[:2], times[2:], strict=True))
     layout, costs = Layout(2, (0, 1), (0, 1)), PipelineCosts(blocks, hop, host=0.3 if host else math.inf)
     ticks = Rounded.of(layout, costs, 100.0)
@@ -112,7 +112,7 @@ def test_ticks_are_never_less_than_the_time_and_at_most_the_stretch_more(times, 
     assert whole == first + rest
 
 
-def test_times_that_are_multiples_of_one_are_exact() -> None:
+def test_times_with_a_common_divisor_are_exact_in_ticks() -> None:
     layout = Layout(2, (0, 1), (0, 1))
     costs = PipelineCosts((BlockTimes(0.3, 0.6, 0.9), BlockTimes(1.2, 0.3, 0.6)), 0.15, host=math.inf)
     ticks = Rounded.of(layout, costs, 10.0)
@@ -131,7 +131,7 @@ def solved(model: Model) -> Order:
     return model.order(solver)
 
 
-def test_the_shortest_order_is_found_from_one_that_computes_one_by_one() -> None:
+def test_solver_finds_the_shortest_order_from_a_sequential_start() -> None:
     layout, costs = Layout.even(4, 2), costs_of(2, host=math.inf)
     start = Order(one_by_one(layout, 2))
     whole = solved(Model(layout, costs, 2, False, start))
@@ -140,7 +140,7 @@ def test_the_shortest_order_is_found_from_one_that_computes_one_by_one() -> None
     assert makespan(play(layout, parts, costs)) == 7.0  # passes for weights fill the holes
 
 
-def test_a_limit_of_memory_is_kept_by_offloading() -> None:
+def test_solver_keeps_the_memory_limit_by_offloading() -> None:
     layout, start = Layout.even(4, 2), Order(one_by_one(Layout.even(4, 2), 3))
     costs = costs_of(2, memory=1.0, host=0.25)
     order = solved(Model(layout, costs, 3, False, start))
@@ -148,7 +148,7 @@ def test_a_limit_of_memory_is_kept_by_offloading() -> None:
     assert makespan(play(layout, order, costs)) <= makespan(play(layout, start, costs))
 
 
-def test_a_window_leaves_what_is_before_it_alone() -> None:
+def test_solving_a_window_keeps_earlier_work_unchanged() -> None:
     layout, costs = Layout.even(4, 2), costs_of(2, host=math.inf)
     start = Order(one_by_one(layout, 4))
     before = play(layout, start, costs)
@@ -157,13 +157,13 @@ def test_a_window_leaves_what_is_before_it_alone() -> None:
     assert set(after) == set(before) and makespan(after) < makespan(before)
 
 
-def test_positions_are_laid_over_an_axis_that_is_there() -> None:
+def test_stages_setting_with_an_unknown_axis_is_refused() -> None:
     for stages in ("", "nodes", "world:0,5,9@0,1,0"):
         check_axis(stages)
     with pytest.raises(UserError, match=r"schedule\.stages: got 'rows'; world, nodes, locals"):
         check_axis("rows")
 
 
-def test_the_pipelines_of_the_table_are_one_kind_of_strategy() -> None:
+def test_pipelines_in_the_strategy_table_share_one_class() -> None:
     pipelines = {name for name, strategy in strategies().items() if isinstance(strategy, ActivationPipeline)}
     assert {"1f1b", "zero-bubble"} <= pipelines and not pipelines & {"tawpipe-spread", "flat", "hsdp", "weipipe"}

@@ -9,14 +9,14 @@ from tawpipe.schedule.placement import ALIKE, STRIPE_ALIGNMENT, Home, alike_size
 
 
 @given(st.integers(1, 10**12), st.integers(1, 64), st.integers(1, 64))
-def test_stripes_hold_a_unit_with_less_padding_than_one_alignment_each(numel: int, parts: int, multiple: int) -> None:
+def test_padded_shards_hold_a_unit_with_minimal_padding(numel: int, parts: int, multiple: int) -> None:
     stripe = padded_stripe(numel, parts, multiple)
     assert stripe % multiple == 0 and stripe * parts >= numel
     assert (stripe - multiple) * parts < numel
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=12))
-def test_sizes_grow_by_less_than_a_hundredth_and_units_that_are_alike_become_equal(sizes: list[int]) -> None:
+def test_similar_sizes_are_padded_to_equal_within_one_percent(sizes: list[int]) -> None:
     padded = alike_sizes(sizes)
     assert all(before <= after <= before / (1 - ALIKE) for before, after in zip(sizes, padded, strict=True))
     largest = max(sizes)
@@ -24,7 +24,7 @@ def test_sizes_grow_by_less_than_a_hundredth_and_units_that_are_alike_become_equ
     assert alike_sizes(padded) == padded
 
 
-def test_every_copy_has_the_stripes_in_the_order_of_its_ranks() -> None:
+def test_every_home_copy_has_its_shards_in_rank_order() -> None:
     home = Home.over((4, 0), 100, multiple=2, replicas=((5, 1), (2, 3)))
     assert home.stripe == 64 and home.stripe % (2 * STRIPE_ALIGNMENT) == 0 and home.padded == 128
     assert [[home.index(rank) for rank in copy] for copy in home.copies] == [[0, 1]] * 3

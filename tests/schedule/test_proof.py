@@ -285,12 +285,12 @@ def hunt(name: str, seeds: range) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_what_is_accepted_is_right(name):
+def test_mutated_schedules_that_verify_compute_right_sums(name):
     found = hunt(name, range(16))
     assert found["refused"] > 8, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BASES)
-def test_what_is_accepted_is_right_in_more_mutants(name):
+def test_more_mutated_schedules_that_verify_compute_right_sums(name):
     hunt(name, range(1000, 1030))

@@ -19,7 +19,7 @@ def meet() -> Rendezvous[str]:
     return Rendezvous(lambda part: f"<{part}>")
 
 
-def test_a_collective_takes_place_when_the_last_member_is_there() -> None:
+def test_collective_runs_when_its_last_member_arrives() -> None:
     found = meet()
     assert found.collective("b", GATHER, (0, 1, 2), 3) == found.collective("a", GATHER, (0, 1, 2), 3) == []
     assert found.present(GATHER, (0, 1, 2)) == ["b", "a"]
@@ -28,7 +28,7 @@ def test_a_collective_takes_place_when_the_last_member_is_there() -> None:
     assert found.collective("next", GATHER, (0, 1, 2), 3) == []  # nobody of the one before counts again
 
 
-def test_groups_and_lanes_do_not_mix() -> None:
+def test_collectives_of_different_groups_or_lanes_do_not_match() -> None:
     found = meet()
     found.collective("a", GATHER, (0, 1), 2)
     assert found.collective("b", GATHER, (2, 3), 2) == []
@@ -39,7 +39,7 @@ def test_groups_and_lanes_do_not_mix() -> None:
 @pytest.mark.parametrize(
     "other", [{"unit": 4}, {"collective": "broadcast"}, {"root": 1}, {"compression": "int8"}, {"micro_batch": 2}]
 )
-def test_members_that_mean_different_operations_are_named(other: dict) -> None:
+def test_members_with_different_operations_are_named(other: dict) -> None:
     found = meet()
     found.collective("a", GATHER, (0, 1), 2)
     with pytest.raises(ScheduleError, match="<b> and <a>"):
@@ -52,7 +52,7 @@ def sends(*transfers: tuple[bool, int, int], compression: str = "") -> Action:
     return exchange(Lane.INTER_W, made, compression=compression)
 
 
-def test_parts_between_two_ranks_match_in_the_order_in_which_they_were_issued() -> None:
+def test_sends_and_receives_match_in_issue_order() -> None:
     found = meet()
     assert list(found.exchange("first", 0, sends((True, 1, 5), (False, 2, 8)))) == []
     assert list(found.exchange("second", 0, sends((True, 1, 5)))) == []
@@ -64,14 +64,14 @@ def test_parts_between_two_ranks_match_in_the_order_in_which_they_were_issued() 
     assert found.unmet("second") == []
 
 
-def test_two_sends_or_another_pair_of_ranks_do_not_meet() -> None:
+def test_two_sends_or_different_rank_pairs_do_not_match() -> None:
     found = meet()
     for rank, action in ((0, sends((True, 1, 5))), (1, sends((True, 0, 5))), (2, sends((False, 1, 5)))):
         assert list(found.exchange(str(rank), rank, action)) == []
 
 
 @pytest.mark.parametrize("receive", [sends((False, 0, 6)), sends((False, 0, 5), compression="fp8")])
-def test_a_send_that_meets_the_receive_of_something_else_is_named(receive: Action) -> None:
+def test_send_matched_with_a_receive_of_another_unit_is_named(receive: Action) -> None:
     found = meet()
     list(found.exchange("send", 0, sends((True, 1, 5))))
     with pytest.raises(ScheduleError, match="<receive> and <send>"):

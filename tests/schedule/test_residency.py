@@ -45,7 +45,7 @@ def fewest(uses: Sequence[Sequence[int]], capacity: int, busy: int) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(uses=USES, busy=st.integers(0, 2), spare=st.integers(0, 2), reuse=st.booleans())
-def test_a_unit_has_its_buffer_while_it_may_be_in_use(uses, busy, spare, reuse):
+def test_unit_keeps_its_buffer_while_it_may_be_in_use(uses, busy, spare, reuse):
     most = max(map(len, uses), default=0)
     capacity = (busy + 1) * most + spare
     holds: dict[int, int] = {}
@@ -63,30 +63,30 @@ def test_a_unit_has_its_buffer_while_it_may_be_in_use(uses, busy, spare, reuse):
 
 @settings(max_examples=200, deadline=None)
 @given(uses=USES, busy=st.integers(0, 2), spare=st.integers(0, 2))
-def test_no_plan_brings_fewer(uses, busy, spare):
+def test_planned_buffer_stays_need_the_fewest_transfers(uses, busy, spare):
     capacity = (busy + 1) * max(map(len, uses), default=0) + spare
     found = plan_stays(uses, capacity=capacity, busy=busy)
     assert coming(found) == fewest(uses, capacity, busy)
 
 
-def test_every_turn_is_free_as_far_as_the_buffers_reach():
+def test_turning_points_reuse_all_buffers():
     for units, rounds, capacity in ((12, 1, 4), (12, 4, 4), (5, 3, 2)):
         came = coming(plan_stays(zigzag(units, rounds), capacity=capacity, busy=capacity - 1))
         assert came == 2 * rounds * units - (2 * rounds - 1) * capacity
 
 
-def test_with_a_buffer_for_each_everything_comes_once():
+def test_every_unit_is_transferred_once_if_each_has_a_buffer():
     assert coming(plan_stays(zigzag(7, 3), capacity=7, busy=2)) == 7
 
 
-def test_without_reuse_buffers_take_turns():
+def test_buffers_rotate_without_reuse():
     stays = plan_stays(zigzag(4, 1), capacity=3, busy=2, reuse=False)
     assert [next(iter(visit.values())).place for visit in stays] == [0, 1, 2, 0, 1, 2, 0, 1]
     assert not any(stay.held for visit in stays for stay in visit.values())
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_carrier_that_computes_from_what_arrives_keeps_it_as_long_as_the_others(training: bool) -> None:
+def test_carrier_rank_keeps_arriving_weights_as_long_as_others(training: bool) -> None:
     """Embedding and head of one size, which share buffers, in several rounds."""
     schedule = make(llama(3), 2, 2, 7, training=training, strategy="tawpipe-whole", step_cache="all", look_ahead=1)
     verify(schedule)

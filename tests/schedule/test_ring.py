@@ -18,14 +18,14 @@ def ring(nodes: int, local: int, count: int, *, layers: int = 0, per_visit: int 
 
 
 @pytest.mark.parametrize(("layers", "size"), [(6, 6), (12, 6), (7, 3), (8, 5), (1, 1)])
-def test_stages_are_even_in_layers(layers, size):
+def test_ring_stages_have_even_layer_counts(layers, size):
     stages = stages_of_blocks(llama(layers), size)
     assert list(stages) == sorted(stages)
     per_stage = [stages[1:-1].count(stage) for stage in range(size)]
     assert sum(per_stage) == layers and max(per_stage) - min(per_stage) <= 1
 
 
-def test_every_stage_has_a_home_of_its_own():
+def test_every_ring_stage_has_its_own_home():
     made = ring(3, 2, 6, layers=12)
     homes = {
         made.home(unit)
@@ -35,7 +35,7 @@ def test_every_stage_has_a_home_of_its_own():
     assert homes == set(range(6))
 
 
-def test_a_turn_is_one_forward_and_one_backward_of_different_passes():
+def test_ring_turn_runs_one_forward_and_one_backward_of_different_passes():
     made = ring(2, 2, 12)
     steady = 0
     for position in range(4):
@@ -49,7 +49,7 @@ def test_a_turn_is_one_forward_and_one_backward_of_different_passes():
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 11])
-def test_what_a_pass_uses_is_there_in_its_turn(count):
+def test_ring_pass_finds_its_weights_and_gradients_in_its_turn(count):
     made = ring(2, 2, count)
     there = {
         (journey.stream, journey.stage, (journey.start + turn - journey.departure) % made.size, turn)
@@ -71,7 +71,7 @@ def test_what_a_pass_uses_is_there_in_its_turn(count):
     assert ends == {0}
 
 
-def test_passes_over_an_edge_are_the_hops_over_it():
+def test_passes_over_an_edge_equal_the_hops_over_it():
     made = ring(3, 2, 13)
     for journey in made.journeys:
         walked = [(journey.start + hop) % made.size for hop in range(journey.hops)]
@@ -80,7 +80,7 @@ def test_passes_over_an_edge_are_the_hops_over_it():
         ]
 
 
-def test_a_turn_ends_with_one_exchange_a_lane_between_neighbours():
+def test_ring_turn_ends_with_one_neighbour_exchange_per_lane():
     schedule = make(llama(12), 3, 2, 18, strategy="weipipe")
     for rank, program in enumerate(schedule.programs):
         exchanges = [action for action in program if action.op is Op.EXCHANGE]
@@ -93,7 +93,7 @@ def test_a_turn_ends_with_one_exchange_a_lane_between_neighbours():
         assert sum(action.lane is Lane.INTER_W for action in exchanges) <= turns
 
 
-def test_weights_wait_for_nothing_but_buffers():
+def test_ring_weights_wait_only_for_buffers():
     """With more buffers the ring runs further ahead: a rank has posted more of it before it computes for the first
     time.
     """

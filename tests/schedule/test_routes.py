@@ -61,7 +61,7 @@ def collectives_in_step(routes: Sequence[Route], actions: Sequence[Sequence[Acti
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "flat", "hsdp"])
 @pytest.mark.parametrize("reuse", [True, False])
-def test_collectives_bring_every_device_all_stripes_in_order(strategy: str, reuse: bool) -> None:
+def test_collectives_bring_all_shards_to_every_device_in_order(strategy: str, reuse: bool) -> None:
     tour, routes = tour_of(strategy, 3, 2, reuse=reuse, look_ahead=0)
     homes = tour.step.homes
     held: Contents = [
@@ -81,7 +81,7 @@ def test_collectives_bring_every_device_all_stripes_in_order(strategy: str, reus
     ("strategy", "scope"),
     [("tawpipe-spread", "visit"), ("tawpipe-spread", "step"), ("flat", "visit"), ("hsdp", "visit"), ("hsdp", "step")],
 )
-def test_collectives_add_every_ranks_gradients_once_into_their_stripe(strategy: str, scope: str) -> None:
+def test_collectives_add_gradients_of_every_rank_once_to_their_shard(strategy: str, scope: str) -> None:
     tour, routes = tour_of(strategy, 3, 2, gradients_scope=scope)
     homes, model, made = tour.step.homes, tour.step.model, Counter()
     held: Contents = [{} for _ in routes]
@@ -99,7 +99,7 @@ def test_collectives_add_every_ranks_gradients_once_into_their_stripe(strategy: 
 
 
 @pytest.mark.parametrize(("nodes", "visits"), [(1, 4), (2, 5), (3, 1), (4, 7)])
-def test_staggered_exchanges_have_every_visit_of_every_node_once(nodes: int, visits: int) -> None:
+def test_staggered_exchanges_contain_every_visit_of_every_node_once(nodes: int, visits: int) -> None:
     exchanges = [list(visits_of_exchange(n, nodes, visits)) for n in range(number_of_exchanges(nodes, visits))]
     found = [one for exchange in exchanges for one in exchange]
     assert sorted(found) == [(node, visit) for node in range(nodes) for visit in range(visits)]
@@ -119,7 +119,7 @@ def transfers(actions: Sequence[Sequence[Action]], send: bool) -> Counter[tuple[
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_exchanges_bring_every_stripe_to_every_other_node_once_a_visit(whole: bool) -> None:
+def test_exchanges_bring_every_shard_to_every_other_node_once_per_visit(whole: bool) -> None:
     tour, made = tour_of("tawpipe-whole" if whole else "tawpipe-striped", 3, 2, reuse=False)
     routes = [ExchangeRoute(rank, tour, whole=whole) for rank in range(len(made))]
     topology, model = tour.step.topology, tour.step.model
@@ -138,7 +138,7 @@ def test_exchanges_bring_every_stripe_to_every_other_node_once_a_visit(whole: bo
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_exchanges_take_every_nodes_gradient_home_once_a_visit(whole: bool) -> None:
+def test_exchanges_bring_every_gradient_home_once_per_visit(whole: bool) -> None:
     tour, made = tour_of("tawpipe-whole" if whole else "tawpipe-striped", 3, 2, gradients_scope="visit")
     routes = [ExchangeRoute(rank, tour, whole=whole) for rank in range(len(made))]
     topology, model = tour.step.topology, tour.step.model
@@ -161,7 +161,7 @@ def test_exchanges_take_every_nodes_gradient_home_once_a_visit(whole: bool) -> N
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_on_the_ring_every_rank_computes_its_micro_batches_through_all_blocks(training: bool) -> None:
+def test_ring_ranks_compute_their_micro_batches_through_all_blocks(training: bool) -> None:
     step = step_for(llama(5), Topology.grid(2, 2), 8, strategy="weipipe", micro_batches_per_visit=2)
     schedule, blocks = build_weipipe(step, training=training), len(step.model.blocks)
     last = blocks - training  # in training the head goes forward within its backward pass
@@ -175,7 +175,7 @@ def test_on_the_ring_every_rank_computes_its_micro_batches_through_all_blocks(tr
         assert lanes == ({Lane.INTER_W, Lane.INTER_G} if training else {Lane.INTER_W})
 
 
-def test_on_the_ring_a_home_takes_in_one_gradient_to_which_all_ranks_have_added() -> None:
+def test_ring_home_receives_one_gradient_summed_over_all_ranks() -> None:
     step = step_for(llama(4), Topology.grid(2, 2), 4, strategy="weipipe")
     schedule = build_weipipe(step, training=True)
     adds = [action for program in schedule.programs for action in program if action.op is Op.ADD]
@@ -192,7 +192,7 @@ def homes(*sizes: int) -> list[Home]:
     return [Home.over((0, 1), size) for size in sizes]
 
 
-def test_a_pool_hands_out_its_buffers_in_turn_and_is_as_large_as_what_was_used() -> None:
+def test_buffer_pool_rotates_and_is_as_large_as_used() -> None:
     pools = Pools(homes(100, 100, 40), [(0,), (1,), (2,)])
     taken = [pools.take("G", unit, elements=112, limit=2) for unit in (0, 1, 0, 1)]
     assert taken[:2] == taken[2:] and taken[0] != taken[1]
@@ -201,7 +201,7 @@ def test_a_pool_hands_out_its_buffers_in_turn_and_is_as_large_as_what_was_used()
     assert pools.size_class(0) == pools.size_class(1) != pools.size_class(2)
 
 
-def test_units_far_apart_share_buffers_only_where_visits_are_in_order() -> None:
+def test_distant_units_share_buffers_only_if_visits_are_in_order() -> None:
     """The ends of a model are alike, and no window of two visits has both."""
     visited = [(0,), (1,), (2,), (3,)]
     sizes = homes(100, 40, 40, 100)
@@ -212,7 +212,7 @@ def test_units_far_apart_share_buffers_only_where_visits_are_in_order() -> None:
     assert len(ends[True]) == 1 and len(ends[False]) == 2
 
 
-def test_a_plans_buffer_is_the_same_whenever_it_is_asked_for() -> None:
+def test_planned_pool_buffer_is_equal_at_every_request() -> None:
     pools = Pools(homes(100, 100), [(0, 1)])
     first, second = (pools.at("W", 0, number, elements=112) for number in (7, 3))
     assert first != second and pools.at("W", 1, 7, elements=112) == first

@@ -32,7 +32,7 @@ STRATEGIES = ["tawpipe-spread", "tawpipe-striped", "tawpipe-whole", "tawpipe-ste
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("nodes", "local", "ranks", "count"), [(1, 2, 2, 3), (2, 4, 2, 7), (2, 4, 4, 3), (3, 2, 2, 5)])
-def test_every_strategy_is_proved_for_one_thread(strategy, nodes, local, ranks, count):
+def test_context_parallel_schedules_verify_for_one_thread(strategy, nodes, local, ranks, count):
     """Sets with fewer micro-batches than others included."""
     made = make(
         llama(3, tied=True), nodes, local, count, strategy=strategy, sequence_ranks=ranks, micro_batches_per_visit=2
@@ -40,7 +40,7 @@ def test_every_strategy_is_proved_for_one_thread(strategy, nodes, local, ranks, 
     verify(for_one_thread(made), one_thread=True)
 
 
-def test_what_travels_of_weights_stays_and_nothing_that_computes_waits_inside():
+def test_context_parallelism_leaves_weight_transfers_unchanged():
     plain = make(llama(4), 2, 2, 4, micro_batches_per_visit=2)
     together = make(llama(4), 2, 2, 2, micro_batches_per_visit=2, sequence_ranks=2)
     for before, after in zip(plain.programs, together.programs, strict=True):
@@ -57,7 +57,7 @@ def test_what_travels_of_weights_stays_and_nothing_that_computes_waits_inside():
         }
 
 
-def test_only_layers_change_and_all_that_they_read_is_gathered_before() -> None:
+def test_context_parallelism_changes_only_layers_and_gathers_keys_first() -> None:
     whole = make(llama(3), 2, 2, 4, micro_batches_per_visit=2, sequence_ranks=2)
     step = whole.step
     assert isinstance(step.strategy, WeightStrategy)
@@ -78,7 +78,7 @@ def test_only_layers_change_and_all_that_they_read_is_gathered_before() -> None:
         assert not gathered
 
 
-def test_keys_travel_while_another_micro_batch_computes():
+def test_keys_are_transferred_while_another_micro_batch_computes():
     """The clock: links that take as long as a layer cost nothing from the second micro-batch of a visit on."""
     steps = {}
     for count in (1, 4):
@@ -95,7 +95,7 @@ def test_keys_travel_while_another_micro_batch_computes():
     assert steps[4] / 4 - alone < 3 * 3 * 0.05 / 2
 
 
-def test_gradients_without_those_of_keys_are_refused():
+def test_schedule_without_key_gradients_is_refused():
     made = make(llama(3), 1, 2, 1, sequence_ranks=2)
     for op in (Op.KEYS, Op.KEYS_BACKWARD):
         programs = [tuple(one for one in own if one.op is not op) for own in made.programs]
@@ -103,7 +103,7 @@ def test_gradients_without_those_of_keys_are_refused():
             verify(replace(made, programs=tuple(programs)))
 
 
-def test_memory_counts_keys_of_all_tokens_and_boundaries_of_own_ones():
+def test_memory_counts_keys_of_all_tokens_and_boundaries_of_own_tokens():
     memory = BlockMemory(
         8, {"ctx": 2}, {"layer": {"forward full": (0, 0), "backward full": (0, 16)}}, keys=4, key_gradients=8
     )
@@ -121,7 +121,7 @@ def test_memory_counts_keys_of_all_tokens_and_boundaries_of_own_ones():
 
 
 @pytest.mark.parametrize("ranks", [0, 3, 8])
-def test_sets_that_cannot_be_are_refused(ranks):
+def test_impossible_context_parallel_sizes_are_refused(ranks):
     with pytest.raises(UserError, match=r"sequence_ranks.*1, 2 or 4: it must divide the 4 processes"):
         share_in_sets(2, Topology.grid(2, 4), ScheduleSettings(sequence_ranks=ranks))
 
@@ -135,7 +135,7 @@ def test_sets_that_cannot_be_are_refused(ranks):
         ({"strategy": "1f1b"}, "whole rows"),
     ],
 )
-def test_what_does_not_go_with_sets_is_refused(settings, reason):
+def test_settings_incompatible_with_context_parallelism_are_refused(settings, reason):
     with pytest.raises(UserError, match=reason):
         make(llama(4), 1, 2, 1, sequence_ranks=2, **settings)
 
@@ -152,7 +152,9 @@ SOME = [(1, 2, 2, 1, 1, 1), (2, 4, 2, 1, 2, 2), (2, 4, 4, 2, 1, 3), (1, 4, 2, 0,
         if (number + other) % 2 == 0
     ],
 )
-def test_some_micro_batches_in_sets_and_others_alone(strategy, nodes, local, ranks, shared_rounds, rounds, per_visit):
+def test_mixed_shared_and_single_micro_batches_verify_and_sum_right(
+    strategy, nodes, local, ranks, shared_rounds, rounds, per_visit
+):
     """As a step of bins has them: proved, and played with numbers."""
     topology, model = Topology.grid(nodes, local), llama(3, tied=True)
     shares = share_bins(shared_rounds, rounds, nodes * local, ranks)

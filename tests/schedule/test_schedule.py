@@ -24,7 +24,7 @@ from tawpipe.topology import Topology
 
 @settings(max_examples=25, deadline=None)
 @given(schedule=schedules())
-def test_every_built_schedule_is_proved(schedule):
+def test_every_built_schedule_verifies_and_reads_back(schedule):
     verify(schedule)
     for program in schedule.programs:
         for action in program:
@@ -34,19 +34,19 @@ def test_every_built_schedule_is_proved(schedule):
 @pytest.mark.slow
 @settings(max_examples=75, deadline=None)
 @given(schedule=schedules())
-def test_many_more_schedules_are_proved(schedule):
+def test_many_more_built_schedules_verify(schedule):
     verify(schedule)
 
 
 @settings(max_examples=8, deadline=None)
 @given(schedule=schedules(), seed=st.integers(0, 1000))
-def test_every_order_gives_the_numbers_of_one_process(schedule, seed):
+def test_every_execution_order_gives_the_sums_of_one_process(schedule, seed):
     check_numbers(schedule, seed=seed)
 
 
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules())
-def test_every_buffer_is_of_one_kind(schedule):
+def test_every_buffer_is_weight_gradient_or_activation(schedule):
     for program in schedule.programs:
         for one in {one for action in program for one in (*action.reads, *action.writes)} - {NORM, COUNT}:
             assert one.is_weight + one.is_gradient + one.is_activation == 1, one
@@ -55,7 +55,7 @@ def test_every_buffer_is_of_one_kind(schedule):
 
 @pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize(("nodes", "local"), [(1, 1), (1, 3), (3, 1), (3, 2)])
-def test_every_copy_of_a_unit_is_whole_and_no_rank_has_two(strategy, nodes, local):
+def test_every_copy_of_a_unit_is_whole_and_ranks_hold_one_copy(strategy, nodes, local):
     model, topology = llama(6), Topology.grid(nodes, local)
     for unit, home in zip(model.units, find(strategy).place(model, topology), strict=True):
         assert home.padded >= unit.numel
@@ -111,7 +111,7 @@ def test_a_broken_schedule_is_refused(strategy, change):
         verify(_edit(schedule, 0, change))
 
 
-def test_a_buffer_that_is_reused_too_early_is_found():
+def test_buffer_reused_too_early_is_detected():
     schedule = make(llama(5), 2, 2, 4, strategy="tawpipe-spread")
 
     def change(program):
@@ -127,7 +127,7 @@ def test_a_buffer_that_is_reused_too_early_is_found():
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped", "weipipe", "zero-bubble"])
-def test_what_begins_while_its_buffers_are_in_use_is_found(monkeypatch, strategy):
+def test_action_that_begins_while_its_buffer_is_read_is_refused(monkeypatch, strategy):
     """A receive that is posted while its buffer is read, as if its lane's order were enough."""
     schedule = make(llama(8), 2, 2, 8, strategy=strategy)
     verify(schedule)
@@ -141,7 +141,7 @@ def test_what_begins_while_its_buffers_are_in_use_is_found(monkeypatch, strategy
         verify(schedule)
 
 
-def test_a_gradient_counted_twice_is_found():
+def test_gradient_counted_twice_is_detected():
     schedule = make(llama(3), 2, 2, 4, strategy="tawpipe-spread")
 
     def change(program):
@@ -159,7 +159,7 @@ def test_a_gradient_counted_twice_is_found():
 @pytest.mark.parametrize(
     "change", [lambda g: g[::-1], lambda g: g[:1], lambda g: (*g, g[0])], ids=["swapped", "less", "more"]
 )
-def test_gradients_of_a_block_match_its_units_one_by_one(change):
+def test_gradients_of_a_block_must_match_its_units(change):
     """An adapter makes two trainable units of a block; equal sizes, so that nothing but the order tells them apart."""
     model = llama(3)
     model = replace(model, blocks=(*model.blocks[:1], replace(model.blocks[1], units=(1, 2)), *model.blocks[2:]))
@@ -177,7 +177,7 @@ def test_gradients_of_a_block_match_its_units_one_by_one(change):
         verify(_edit(schedule, 0, edit))
 
 
-def test_one_device_moves_nothing():
+def test_schedule_of_one_device_has_only_compute_actions():
     schedule = make(llama(3), 1, 1, 4, strategy="tawpipe-spread", micro_batches_per_visit=2)
     assert {action.lane for action in schedule.programs[0]} == {Lane.COMPUTE}
     assert schedule.pools == ((),)
@@ -187,7 +187,7 @@ def test_one_device_moves_nothing():
 
 
 @pytest.mark.parametrize("strategy", SCOPED)
-def test_kept_weights_enter_a_node_once_a_step(strategy):
+def test_kept_weights_enter_a_node_once_per_step(strategy):
     schedule = make(llama(4, tied=True), 2, 2, 12, strategy=strategy, step_cache="all")
     for rank in range(4):
         pulls = [action for action in schedule.programs[rank] if action.lane is Lane.INTER_W]
@@ -197,7 +197,7 @@ def test_kept_weights_enter_a_node_once_a_step(strategy):
         assert strategy != "tawpipe-spread" or sorted(pulled) == list(range(len(schedule.model.units)))
 
 
-def test_what_keeping_costs_is_in_the_pools():
+def test_pools_count_the_buffers_of_kept_weights():
     model = llama(8)
     plain, cached = (make(model, 3, 2, 12, strategy="tawpipe-spread", step_cache=cache) for cache in (0, "all"))
     slices = [sum(p.count * p.elements for p in one.pools[0] if p.name.startswith("S")) for one in (plain, cached)]
@@ -207,7 +207,7 @@ def test_what_keeping_costs_is_in_the_pools():
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped", "flat", "hsdp"])
-def test_the_two_ends_share_their_buffers(strategy):
+def test_embedding_and_head_share_their_buffers(strategy):
     """Sizes of an embedding and of a head that has a norm besides; two rounds, so that both come twice."""
     units = (UnitSpec(5000, True, (0,)), *(UnitSpec(1000, True, (i,)) for i in range(1, 7)), UnitSpec(5040, True, (7,)))
     blocks = (
@@ -224,12 +224,12 @@ def test_the_two_ends_share_their_buffers(strategy):
         assert large["G"].count == 1 and large["W"].count <= 2
 
 
-def test_a_step_that_caches_everything_is_the_strategy_made_for_it():
+def test_tawpipe_spread_caching_everything_equals_tawpipe_step():
     cached = make(llama(4), 3, 2, 12, strategy="tawpipe-spread", step_cache="all", gradients_scope="step")
     assert cached.programs == make(llama(4), 3, 2, 12, strategy="tawpipe-step").programs
 
 
-def test_a_kept_slice_of_the_step_before_is_refused():
+def test_kept_weights_of_the_previous_step_are_refused():
     schedule = make(llama(2), 2, 1, 4, strategy="tawpipe-spread", step_cache="all")
     forward = next(action for action in schedule.programs[0] if action.op is Op.FORWARD)
     (name,), contents = forward.weights, Contents([schedule, schedule])
@@ -239,7 +239,7 @@ def test_a_kept_slice_of_the_step_before_is_refused():
 
 
 @pytest.mark.parametrize("strategy", [*SCOPED, "hsdp"])
-def test_gradients_leave_a_node_once_a_step_as_soon_as_they_are_complete(strategy):
+def test_gradients_leave_a_node_once_per_step_when_complete(strategy):
     schedule = make(llama(4), 2, 2, 12, strategy=strategy, gradients_scope="step")
     for program in schedule.programs:
         left: dict[int, int] = {}
@@ -252,7 +252,7 @@ def test_gradients_leave_a_node_once_a_step_as_soon_as_they_are_complete(strateg
         assert min(left.values()) < last
 
 
-def test_a_gradient_that_leaves_once_is_summed_in_no_extra_buffer():
+def test_gradients_that_leave_once_need_no_extra_buffer():
     schedule = make(llama(4), 2, 2, 4, strategy="tawpipe-spread", gradients_scope="step")
     assert not any(pool.name.startswith("A") for pools in schedule.pools for pool in pools)
 
@@ -284,7 +284,7 @@ def test_the_norm_counts_every_gradient_once():
         ("look_ahead", {"strategy": "weipipe", "look_ahead": 0}),
     ],
 )
-def test_bad_knobs_are_named(setting, knobs):
+def test_invalid_schedule_settings_are_named(setting, knobs):
     with pytest.raises(UserError, match=rf"schedule\.{setting}: got"):
         make(llama(4), 2, 2, 4, **({"strategy": "tawpipe-spread"} | knobs))
 
@@ -314,7 +314,7 @@ def test_hazards_order_frees_between_lanes():
     assert hazards.before(reads=[], writes=["x"], lane=Lane.COMPUTE) == [1]
 
 
-def test_readers_on_one_lane_do_not_pile_up():
+def test_readers_on_one_lane_do_not_accumulate():
     """A frozen weight at home is read in every step and never written."""
     hazards: Hazards[int] = Hazards()
     for event in range(1000):
@@ -325,7 +325,7 @@ def test_readers_on_one_lane_do_not_pile_up():
 
 @settings(max_examples=50, deadline=None)
 @given(count=st.integers(0, 50), world=st.integers(1, 12))
-def test_micro_batches_are_shared_once(count, world):
+def test_micro_batches_are_shared_once_and_evenly(count, world):
     shares = share_micro_batches(count, world)
     assert [m for own in shares for m in own] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -38,7 +38,7 @@ def formula(schedule: Schedule) -> tuple[LinkTraffic, ...] | None:
 
 @settings(max_examples=150, deadline=None)
 @given(schedule=schedules())
-def test_actions_move_what_the_formula_says(schedule):
+def test_traffic_of_actions_equals_the_formula(schedule):
     links = link_elements(schedule)
     assert links == formula(schedule)
     assert sum(link.weights_sent for link in links) == sum(link.weights_received for link in links)
@@ -47,12 +47,12 @@ def test_actions_move_what_the_formula_says(schedule):
 
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize("strategy", SCOPED)
-def test_a_node_moves_each_unit_twice_and_its_gradient_once_a_round(strategy, rounds):
+def test_node_receives_each_unit_twice_and_its_gradient_once_per_round(strategy, rounds):
     assert total(make(even(6), 3, 2, 6 * rounds, strategy=strategy, reuse=False)) == 3 * rounds * Fraction(2, 3)
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped"])
-def test_what_a_turn_finds_in_the_buffers_is_not_moved_again(strategy):
+def test_buffered_weights_at_a_turning_point_are_not_moved_again(strategy):
     """Three buffers of units: at each of five turns the next three visits need no transfer, of slices one more each."""
     rounds, units = 3, 12
     schedule = make(even(units), 3, 2, 6 * rounds, strategy=strategy, look_ahead=2)
@@ -62,20 +62,20 @@ def test_what_a_turn_finds_in_the_buffers_is_not_moved_again(strategy):
 
 @pytest.mark.parametrize("local", [1, 2])
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-striped"])
-def test_with_a_buffer_for_every_slice_weights_move_once(strategy, local):
+def test_weights_move_once_with_a_buffer_for_every_shard(strategy, local):
     most, least = (make(even(12), 3, local, 9 * local, strategy=strategy, step_cache=n) for n in (12, 0))
     assert total(most) == (1 + 3) * Fraction(2, 3)
     assert most.pool_elements(0, Kind.WEIGHT) > least.pool_elements(0, Kind.WEIGHT)
 
 
 @pytest.mark.parametrize("knobs", [{"strategy": "tawpipe-whole"}, {"strategy": "flat"}, {"reuse": False}])
-def test_keeping_units_where_nothing_could_be_kept_is_refused(knobs):
+def test_step_cache_is_refused_where_nothing_can_be_kept(knobs):
     with pytest.raises(UserError, match="step_cache"):
         make(even(4), 2, 2, 4, step_cache=1, **knobs)
 
 
 @pytest.mark.parametrize("strategy", ["flat", *SCOPED, "hsdp"])
-def test_reuse_moves_less_and_takes_no_more_buffers(strategy):
+def test_reuse_moves_fewer_bytes_without_more_buffers(strategy):
     with_it, without = (make(even(12), 3, 2, 12, strategy=strategy, reuse=reuse) for reuse in (True, False))
     assert total(with_it) <= total(without) if strategy == "hsdp" else total(with_it) < total(without)
     buffers = [pool for pools in with_it.pools for pool in pools if pool.kind == "weight"]
@@ -83,25 +83,25 @@ def test_reuse_moves_less_and_takes_no_more_buffers(strategy):
 
 
 @pytest.mark.parametrize("strategy", SCOPED)
-def test_at_scope_step_a_node_moves_each_unit_once_and_its_gradient_once(strategy):
+def test_node_moves_each_unit_and_gradient_once_at_scope_step(strategy):
     schedule = make(even(6), 3, 2, 24, strategy=strategy, step_cache="all", gradients_scope="step")
     assert total(schedule) == 2 * Fraction(2, 3)
 
 
-def test_replicas_move_gradients_alone():
+def test_hsdp_replicas_move_only_gradients():
     once, often = (make(even(6), 3, 2, 24, strategy="hsdp", gradients_scope=s) for s in ("step", "visit"))
     assert total(once) == 2 * Fraction(2, 3)
     assert total(often) == 4 * 2 * Fraction(2, 3)
     assert all(link.weights_sent == 0 for link in link_elements(once))
 
 
-def test_weights_cross_the_slow_link_a_third_less_than_in_a_ring():
+def test_flat_sharding_sends_1_25_times_the_weights_of_tawpipe_spread():
     """(1-1/D) of every visited unit enters a node; flat sharding passes (P-1)/P of it: at 3 x 2 a ratio of 1.25."""
     spread, flat = (total(make(even(6), 3, 2, 6, strategy=p, reuse=False)) for p in ("tawpipe-spread", "flat"))
     assert flat / spread == Fraction(5, 4)
 
 
-def test_weipipe_moves_three_units_a_layer_and_round_where_tawpipe_moves_two():
+def test_weipipe_moves_1_5_times_the_units_of_tawpipe_spread():
     """36 H^2 against 24 H^2 at D = 3, once filling and draining are outweighed by many rounds."""
     rounds = 40
     ring, spread = (
@@ -111,13 +111,13 @@ def test_weipipe_moves_three_units_a_layer_and_round_where_tawpipe_moves_two():
     assert float(ring / spread) == pytest.approx(1.5, rel=0.03)
 
 
-def test_without_grouping_the_slow_link_is_crossed_as_by_a_flat_ring():
+def test_ungrouped_tawpipe_spread_moves_as_much_as_flat_sharding():
     grouped, alone = (make(even(6), nodes, local, 6, strategy="tawpipe-spread") for nodes, local in ((3, 2), (6, 1)))
     flat = make(even(6), 3, 2, 6, strategy="flat")
     assert link_elements(alone, physical=grouped.topology) == link_elements(flat)
 
 
-def test_without_grouping_a_home_sends_to_every_rank_by_itself():
+def test_ungrouped_homes_send_to_every_rank_separately():
     alone = make(even(6), 4, 1, 4, strategy="tawpipe-whole", reuse=False)
     physical = Topology.grid(2, 2)
     for node, link in enumerate(link_elements(alone, physical=physical)):
@@ -127,7 +127,7 @@ def test_without_grouping_a_home_sends_to_every_rank_by_itself():
         assert link.weights_received == 2 * 2 * (6 - homes) * 5040
 
 
-def test_one_node_has_no_slow_link():
+def test_single_node_has_no_link_traffic():
     for strategy in ("tawpipe-spread", "flat", "hsdp", "weipipe", "tawpipe-whole"):
         for training in (True, False):
             schedule = make(even(6), 1, 4, 8, training=training, strategy=strategy)

@@ -20,7 +20,7 @@ from tawpipe.simulate import CostModel, LinkModel, play
 
 @settings(max_examples=10, deadline=None)
 @given(schedule=schedules(), seed=st.integers(0, 1000))
-def test_without_overlap_is_right_on_one_lane(schedule, seed):
+def test_schedule_without_overlap_verifies_and_sums_right_on_one_lane(schedule, seed):
     serial = without_overlap(schedule)
     verify(serial)
     check_numbers(serial, seed=seed)
@@ -33,19 +33,19 @@ def test_without_overlap_is_right_on_one_lane(schedule, seed):
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(schedule=schedules())
-def test_many_schedules_without_overlap_are_proved(schedule):
+def test_many_schedules_without_overlap_verify(schedule):
     verify(without_overlap(schedule))
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "flat", "hsdp"])
-def test_where_all_ranks_go_in_step_programs_keep_their_order(strategy):
+def test_synchronous_programs_keep_their_order_without_overlap(strategy):
     schedule = make(llama(6), 2, 2, 8, strategy=strategy, look_ahead=0)
     for before, after in zip(schedule.programs, without_overlap(schedule).programs, strict=True):
         assert tuple(replace(action, lane=Lane.COMPUTE) for action in before) == after
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-striped", "tawpipe-whole"])
-def test_staggered_programs_cannot_simply_be_put_on_one_lane(strategy):
+def test_staggered_programs_deadlock_on_one_lane_unless_reordered(strategy):
     schedule = make(llama(6), 3, 2, 12, strategy=strategy, look_ahead=0)
     simply = tuple(tuple(replace(action, lane=Lane.COMPUTE) for action in own) for own in schedule.programs)
     with pytest.raises(ScheduleError, match="deadlock"):
@@ -58,7 +58,7 @@ def test_staggered_programs_cannot_simply_be_put_on_one_lane(strategy):
 
 @settings(max_examples=8, deadline=None)
 @given(schedule=schedules(), seed=st.integers(0, 1000))
-def test_one_thread_that_blocks_can_issue_every_schedule(schedule, seed):
+def test_every_schedule_verifies_for_one_blocking_thread(schedule, seed):
     sorted_ = for_one_thread(schedule)
     verify(sorted_, one_thread=True)
     check_numbers(sorted_, seed=seed)
@@ -68,7 +68,7 @@ def test_one_thread_that_blocks_can_issue_every_schedule(schedule, seed):
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-striped", "tawpipe-whole"])
-def test_staggered_programs_need_that_and_take_as_long(strategy):
+def test_staggered_programs_reordered_for_one_thread_take_equal_time(strategy):
     schedule = make(llama(6), 3, 2, 24, strategy=strategy)
     verify(schedule)
     with pytest.raises(ScheduleError, match="deadlock"):

@@ -39,7 +39,7 @@ def proved(strategy: str, setting: str, topology: Topology) -> str:
 
 
 @pytest.mark.parametrize("strategy", EVERY)
-def test_steps_of_few_rows_after_each_other_are_proved_or_refused_by_name(strategy: str) -> None:
+def test_consecutive_steps_of_few_rows_verify_or_are_refused_by_name(strategy: str) -> None:
     for nodes, topology in TOPOLOGIES.items():
         for setting in SETTINGS:
             expected = REFUSED.get((strategy, setting), "")
@@ -47,7 +47,7 @@ def test_steps_of_few_rows_after_each_other_are_proved_or_refused_by_name(strate
             assert bool(said) == bool(expected) and expected in said, (nodes, setting, said)
 
 
-def test_evaluations_between_steps_of_few_rows_are_proved() -> None:
+def test_evaluations_between_steps_of_few_rows_verify() -> None:
     made = [make(llama(2), 2, 2, rows, strategy="flat", training=rows != 2) for rows in (3, 2, 1)]
     verify(*made)
 
@@ -76,7 +76,7 @@ ENDS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", WAITS_FOR_EVER)
-def test_one_counter_for_two_threads_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_message_counter_of_two_threads_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes, local, rows, settings = WAITS_FOR_EVER[name]
     schedule = make(llama(3), nodes, local, rows, **settings)
     verify(schedule)
@@ -86,13 +86,15 @@ def test_one_counter_for_two_threads_is_refused(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_it_is_not_refused_where_buffers_put_its_numbers_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_message_counter_verifies_if_buffers_order_its_numbers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nodes, local, rows, settings = ENDS[name]
     monkeypatch.setattr(Action, "counter", one_counter)
     verify(make(llama(3), nodes, local, rows, **settings))
 
 
-def test_it_is_refused_where_only_the_next_step_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_message_counter_is_refused_if_the_next_step_has_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     many, few = (make(llama(3), 2, 2, rows, strategy="flat", host_homes="all") for rows in (4, 1))
     monkeypatch.setattr(Action, "counter", one_counter)
     verify(many)
@@ -101,7 +103,7 @@ def test_it_is_refused_where_only_the_next_step_has_fewer_rows(monkeypatch: pyte
         verify(many, few)
 
 
-def test_one_counter_for_both_ways_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_message_counter_of_both_directions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = make(llama(3), 3, 1, 3, strategy="weipipe")
     verify(schedule)
     monkeypatch.setattr(Action, "counter", lambda action, *_: (action.lane, action.group, action.begins_ahead))

@@ -66,12 +66,12 @@ CASES: list[tuple[str, Op, Change, str]] = [
 
 
 @pytest.mark.parametrize(("op", "change", "reason"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_an_action_that_is_none_of_its_kind_is_refused_with_its_place(schedule, op, change, reason) -> None:
+def test_malformed_action_is_refused_with_its_place(schedule, op, change, reason) -> None:
     with pytest.raises(ScheduleError, match=rf"(?s){reason}.*: rank 0 #\d+: "):
         check_forms(edited(schedule, op, change))
 
 
-def test_a_unit_that_its_home_cannot_hold_is_refused(schedule) -> None:
+def test_unit_that_does_not_fit_its_home_is_refused(schedule) -> None:
     model = schedule.model
     larger = replace(model, units=(replace(model.units[0], numel=10**6), *model.units[1:]))
     step = replace(schedule.step, model=larger)
@@ -94,7 +94,7 @@ def test_a_unit_that_its_home_cannot_hold_is_refused(schedule) -> None:
         (lambda program: [one for one in program if one.lane is not Lane.GATHER], "buffers that nothing uses"),
     ],
 )
-def test_a_program_with_too_little_or_too_much_is_refused(schedule, change, reason) -> None:
+def test_program_with_missing_or_extra_actions_is_refused(schedule, change, reason) -> None:
     program = change(list(schedule.programs[0]))
     if "nothing uses" in reason:
         program = [one for one in program if not any(b.is_weight and not b.is_home for b in one.reads)]
