@@ -20,7 +20,7 @@ def drawn(sampling: Sampling, count: int = 2000) -> Counter[int]:
     return Counter(token.token for token in draw(LOGITS.expand(count, -1), rows))
 
 
-def test_the_likeliest_and_its_logprob() -> None:
+def test_temperature_0_draws_the_most_likely_token_with_its_logprob() -> None:
     (token,) = draw(LOGITS[None], [(7, 3, Sampling(temperature=0.0, logprobs=2))])
     assert (token.slot, token.position, token.token) == (7, 3, 1)
     assert token.logprob == pytest.approx(math.log(0.4))
@@ -28,7 +28,7 @@ def test_the_likeliest_and_its_logprob() -> None:
     assert [logprob for _, logprob in token.top] == pytest.approx([math.log(0.4), math.log(0.25)])
 
 
-def test_logprobs_are_those_of_the_logits_as_they_are() -> None:
+def test_logprobs_ignore_temperature_and_top_k() -> None:
     (token,) = draw(LOGITS[None], [(0, 3, Sampling(temperature=3.0, top_k=2, seed=5))])
     assert token.logprob == pytest.approx(float(LOGITS[token.token]))
 
@@ -45,14 +45,14 @@ def test_logprobs_are_those_of_the_logits_as_they_are() -> None:
         (Sampling(top_k=3, top_p=0.7), [0, 0.4, 0, 0, 0.25]),
     ],
 )
-def test_chances(sampling: Sampling, expected: list[float]) -> None:
+def test_drawn_frequencies_match_the_sampling_settings(sampling: Sampling, expected: list[float]) -> None:
     counts, total = drawn(sampling), sum(expected)
     for token, chance in enumerate(expected):
         assert counts[token] / 2000 == pytest.approx(chance / total, abs=0.04)
         assert chance or not counts[token]
 
 
-def test_many_tokens_are_not_sorted_for_the_likeliest_few() -> None:
+def test_top_p_over_many_tokens_is_right_without_sorting_all() -> None:
     logits = torch.zeros(1, 5000, dtype=torch.float64)
     logits[0, 4321] = 30.0
     assert draw(logits, [(0, 0, Sampling(top_p=0.9))])[0].token == 4321
@@ -61,7 +61,7 @@ def test_many_tokens_are_not_sorted_for_the_likeliest_few() -> None:
     assert len(set(tokens)) > 40
 
 
-def test_random_numbers_follow_from_seed_and_position_alone() -> None:
+def test_random_draw_depends_only_on_seed_and_position() -> None:
     sampling = Sampling(seed=3)
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -72,7 +72,7 @@ def test_random_numbers_follow_from_seed_and_position_alone() -> None:
     assert len({uniform(seed, position) for seed in range(9) for position in range(9)}) == 81
 
 
-def test_logits_that_are_no_numbers_do_not_break_the_draw() -> None:
+def test_nan_logits_still_draw_a_valid_token() -> None:
     (token,) = draw(torch.full((1, 5), float("nan")), [(0, 0, Sampling())])
     assert math.isnan(token.logprob) and 0 <= token.token < 5
     (token,) = draw(torch.tensor([[0.0, float("-inf")]]), [(0, 0, Sampling(top_p=0.5))])

@@ -49,7 +49,7 @@ def texts_of(engine: Any, **sampling: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_folder_writes_what_generate_writes(folder: Path, groups: int) -> None:
+def test_engine_of_a_folder_equals_generate(folder: Path, groups: int) -> None:
     engine = load_engine(folder, replace(ROOM, groups=groups), ALONE, dtype="float64")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert texts_of(engine) == generated(model, wanted())
@@ -57,7 +57,7 @@ def test_a_folder_writes_what_generate_writes(folder: Path, groups: int) -> None
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 1031])
-def test_vocabularies_of_any_size(vocabulary: int) -> None:
+def test_engine_equals_generate_for_any_vocabulary_size(vocabulary: int) -> None:
     model = plain_model(vocab_size=vocabulary, tie_word_embeddings=True, pad_token_id=None)
     sampling = Sampling(temperature=0.0, logprobs=20)
     asked = Wanted([[0] * 5, [vocabulary - 1]], 4, sampling, frozenset())
@@ -66,7 +66,7 @@ def test_vocabularies_of_any_size(vocabulary: int) -> None:
     assert [list(each.ids) for each in texts.continuations] == expected
 
 
-def test_what_is_not_served_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_unsupported_model_is_refused_before_loading_weights(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny_config("mamba")).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not even weights")
     with pytest.raises(UserError, match=r"carry a state.*transformers serve") as caught:
@@ -78,13 +78,13 @@ def test_what_is_not_served_is_refused_before_anything_is_loaded(tmp_path: Path)
     ("words", "setting"),
     [({"weights": "w5"}, "weights"), ({"dtype": "int4"}, "dtype"), ({"room": Room(1, 1, 129, 4)}, "context")],
 )
-def test_settings_that_cannot_be(folder: Path, words: dict[str, Any], setting: str) -> None:
+def test_impossible_engine_settings_are_refused(folder: Path, words: dict[str, Any], setting: str) -> None:
     with pytest.raises(UserError) as caught:
         load_engine(folder, words.pop("room", ROOM), ALONE, **words)
     assert caught.value.setting == setting
 
 
-def test_a_model_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:
+def test_model_with_nonfinite_logits_is_refused(tmp_path: Path) -> None:
     model = plain_model()
     model.lm_head.weight.data.fill_(float("inf"))
     model.save_pretrained(tmp_path)
@@ -92,7 +92,7 @@ def test_a_model_whose_logits_are_no_numbers_is_refused(tmp_path: Path) -> None:
         load_engine(tmp_path, ROOM, ALONE)
 
 
-def test_a_seeded_request_is_the_same_alone_and_among_others() -> None:
+def test_seeded_request_is_equal_alone_and_among_others() -> None:
     model = plain_model()
     together = texts_of(Engine(staying(Chain(model)), ROOM), temperature=1.0, seed=5)
     asked = wanted(temperature=1.0, seed=5)
@@ -105,12 +105,12 @@ def test_a_seeded_request_is_the_same_alone_and_among_others() -> None:
 
 
 @pytest.mark.parametrize("family", quick_ones(("llama", "gemma3_text"), ["llama"]))
-def test_stages_on_processes_write_what_generate_writes(pool: Any, family: str) -> None:
+def test_stages_on_several_processes_equal_generate(pool: Any, family: str) -> None:
     outcome = served(family, pool)
     assert (outcome.kind, outcome.staged) == ("equal", "equal"), outcome
 
 
-def test_a_folder_on_processes(pool: Any, folder: Path) -> None:
+def test_folder_with_tied_embeddings_on_three_processes_equals_generate(pool: Any, folder: Path) -> None:
     """With embeddings that the first stage and the last have in common."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert pool.run("served_families:of_folder", 3, 1, folder=str(folder))[0] == generated(model, wanted())
@@ -134,9 +134,7 @@ def check_scores(told: list[list[Any]], model: Any) -> None:
 
 
 @torch.no_grad()
-def test_prompts_are_scored_as_transformers_does_few_logits_at_a_time(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompt_scores_equal_transformers_in_chunks_of_logits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     monkeypatch.setattr("tawpipe.serving.stage.LOGITS", 3 * model.config.vocab_size)
     logits, sizes = Chain.logits, list[int]()
@@ -146,12 +144,12 @@ def test_prompts_are_scored_as_transformers_does_few_logits_at_a_time(
 
 
 @torch.no_grad()
-def test_stages_score_prompts_too(pool: Any, folder: Path) -> None:
+def test_prompt_scores_on_stages_equal_transformers(pool: Any, folder: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     check_scores(pool.run("served_families:scored_by_folder", 3, 1, folder=str(folder))[0], model)
 
 
-def test_hidden_states_may_travel_in_8_bits(pool: Any) -> None:
+def test_int8_hidden_states_keep_most_tokens(pool: Any) -> None:
     ours, expected = (
         pool.run("served_families:on_stages", 2, 1, family="llama", groups=3, compression=compression)[0]
         for compression in ("int8", "")
@@ -161,7 +159,7 @@ def test_hidden_states_may_travel_in_8_bits(pool: Any) -> None:
     assert sum(a == b for a, b in pairs) > len(ours)
 
 
-def test_a_stage_draws_behind_the_rows_that_want_it() -> None:
+def test_stage_draws_only_for_rows_that_request_a_token() -> None:
     stage = StayingStage(staying(Chain(plain_model())), ROOM)
     given = Pass(0, (Row(0, 0, (5, 6)), Row(1, 0, (7,), Sampling(temperature=0))))
     hidden, calls = stage.embed(given)
@@ -174,7 +172,7 @@ def test_a_stage_draws_behind_the_rows_that_want_it() -> None:
     assert stage.cache.nbytes == 2 * 3 * 24 * 2 * 8 * 3 * 8
 
 
-def test_messages_say_what_they_were_made_of() -> None:
+def test_pass_headers_and_drawn_tokens_read_back_from_messages() -> None:
     sampling = Sampling(0.7, 40, 0.9, 2**62 + 1, 3)
     scored = Row(1, 3, (0, 0), None, (7, 2**31 - 1), 5)
     given = Pass(2, (Row(4, 0, (1, 2, 3)), replace(scored, tokens=(1, 2)), Row(0, 17, (5,), sampling)), last=True)

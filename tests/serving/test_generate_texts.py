@@ -31,7 +31,7 @@ def greedy(model: Any, ids: list[int], tokens: int) -> list[int]:
     return ids
 
 
-def test_texts_are_what_the_model_writes() -> None:
+def test_pipeline_generate_equals_greedy_decoding() -> None:
     plain = llama(torch.float64)
     with closing(Pipeline(llama(torch.float64), dtype=torch.float64, world=ALONE)) as pipeline:
         texts = pipeline.generate(PROMPTS, 6, temperature=0.0)
@@ -46,7 +46,7 @@ def test_texts_are_what_the_model_writes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_those_of_an_evaluation(dtype: torch.dtype) -> None:
+def test_generated_logprobs_equal_an_evaluation(dtype: torch.dtype) -> None:
     with closing(Pipeline(llama(torch.float32), dtype=dtype, world=ALONE)) as pipeline:
         (text,) = pipeline.generate(PROMPTS[1:2], 12, seed=3, top_k=20)
         ids = torch.tensor([[*PROMPTS[1], *text.ids]])
@@ -57,7 +57,7 @@ def test_logprobs_are_those_of_an_evaluation(dtype: torch.dtype) -> None:
         assert -sum(text.logprobs) / len(text.logprobs) == pytest.approx(result.loss, abs=limit)
 
 
-def test_training_goes_on_as_if_nothing_had_been_generated() -> None:
+def test_generation_leaves_later_training_unchanged() -> None:
     with closing(make()) as plain, closing(make()) as pipeline:
         losses = train(plain) + train(plain)
         others = train(pipeline)
@@ -68,7 +68,7 @@ def test_training_goes_on_as_if_nothing_had_been_generated() -> None:
         assert losses == others and same(everything(plain), everything(pipeline))
 
 
-def test_weights_are_placeholders_again() -> None:
+def test_parameters_are_placeholders_again_after_generation() -> None:
     with closing(make()) as pipeline:
         pipeline.generate(PROMPTS, 2)
         assert all(bool(parameter.isnan().all()) for parameter in pipeline.chain.model.parameters())
@@ -86,14 +86,14 @@ def test_weights_are_placeholders_again() -> None:
         ({"top_k": -1}, "top_k"),
     ],
 )
-def test_what_cannot_be_generated(given: dict[str, Any], expected: str) -> None:
+def test_impossible_generation_arguments_are_refused(given: dict[str, Any], expected: str) -> None:
     with closing(make()) as pipeline, pytest.raises(UserError) as caught:
         pipeline.generate(**{"prompts": PROMPTS, "max_tokens": 3, **given})
     assert caught.value.setting == expected
 
 
 @pytest.mark.parametrize("knobs", [{}, pytest.param({"strategy": "hsdp"}, marks=pytest.mark.slow)])
-def test_on_processes(pool: Any, knobs: dict[str, Any]) -> None:
+def test_generation_on_two_processes_equals_greedy_decoding(pool: Any, knobs: dict[str, Any]) -> None:
     results = pool.run("generating:generated", 2, 1, prompts=PROMPTS, **knobs)
     plain = llama(torch.float64)
     expected = [greedy(plain, ids, 6)[len(ids) :] for ids in PROMPTS]
@@ -104,7 +104,7 @@ def test_on_processes(pool: Any, knobs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("family", ["bloom", pytest.param("falcon_h1", marks=pytest.mark.slow)])
-def test_families_whose_requests_share_no_pass(family: str) -> None:
+def test_generation_without_batching_equals_greedy_decoding(family: str) -> None:
     """Documents in turn, and mixers."""
     plain = random_model(family).eval()
     with closing(
@@ -148,19 +148,19 @@ def texts(pipeline: Counting, asked: list[list[int]], stops: tuple[int, ...] = (
     return [[*ids, *new.ids] for ids, new in zip(asked, written, strict=True)]
 
 
-def test_every_text_goes_on_with_the_likeliest_token_until_it_ends() -> None:
+def test_text_continues_with_the_most_likely_token_until_its_end() -> None:
     assert texts(Counting(), [[3], [7, 9], [18]]) == [[3, 4, 5, 6, 7], [7, 9, 10, 11, 12, 13], [18, 19, 0, 1, 2]]
     assert texts(Counting(), [[3], [7, 9]], stops=(5, 10)) == [[3, 4, 5], [7, 9, 10]]
     assert texts(Counting(), [[3]], tokens=0) == [[3]]
 
 
-def test_draws_depend_on_the_seed_and_on_nothing_beside() -> None:
+def test_generated_text_depends_only_on_its_seed() -> None:
     alone = texts(Counting(0.5), [[1]], temperature=1.0, tokens=12, seed=3)
     assert texts(Counting(0.5), [[1], [2]], temperature=1.0, tokens=12, seed=3)[0] == alone[0]
     assert texts(Counting(0.5), [[1]], temperature=1.0, tokens=12, seed=4) != alone
 
 
-def test_positions_that_do_not_count_are_not_looked_at() -> None:
+def test_drawn_tokens_ignores_positions_without_a_request() -> None:
     measure, labels = DrawnTokens([(1, Sampling()), (3, Sampling(temperature=0.0))]), torch.full((1, 4), IGNORE)
     labels[0, 2] = 1
     batch = MicroBatch(torch.tensor([[5, 6, 7, 8]]), labels, torch.arange(4)[None], (4,))

@@ -112,7 +112,7 @@ def looped(world: World, groups: int, last: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "groups", "last"), [(1, 3, 7), (2, 1, 0), (3, 4, 9), (3, 2, 11)])
-def test_every_stage_meets_all_passes_in_order_and_all_stop_after_the_same_lap(pool, ranks, groups, last):
+def test_every_stage_runs_all_passes_in_order_and_stops_after_one_step(pool, ranks, groups, last):
     laps = last // groups + 2  # that of the pass which is the last, and the one that was issued with it
     everything = list(range(laps * groups))
     for rank, found in enumerate(pool.run(f"{__name__}:looped", ranks, 1, groups=groups, last=last)):
@@ -137,7 +137,7 @@ def failing(world: World) -> str:
     return "went on"
 
 
-def test_a_stage_that_fails_ends_the_loop_on_every_rank(pool):
+def test_failing_stage_ends_the_decode_loop_on_every_rank(pool):
     *others, last = pool.run_once(f"{__name__}:failing", 2, 1)
     assert last == "a stage that fails" and "went on" not in others
 
@@ -155,7 +155,7 @@ class IdlePasses(CountedPasses):
         super().forward(action, frame)
 
 
-def test_an_idle_loop_stays_within_the_watchdogs_limit_however_long_it_takes(monkeypatch):
+def test_idle_decode_loop_never_exceeds_the_watchdog_limit(monkeypatch):
     schedule, ended = build_laps(llama(1), Topology.grid(1, 1), 2), list[str]()
     world = World(schedule.topology, 0, torch.device("cpu"), None)
     passes = IdlePasses(schedule, 13)

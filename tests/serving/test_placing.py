@@ -25,13 +25,13 @@ def placing(strategy: str, nodes: int, local: int, *, tied: bool = False) -> Sch
 
 @pytest.mark.parametrize("strategy", NAMES)
 @pytest.mark.parametrize(("nodes", "local"), [(1, 1), (3, 1), (2, 2)])
-def test_weights_of_every_strategy_are_placed(strategy, nodes, local):
+def test_weight_placing_schedules_verify_for_every_strategy(strategy, nodes, local):
     schedule = placing(strategy, nodes, local, tied=True)
     verify(schedule)
     verify(schedule, one_thread=True)
 
 
-def test_no_link_carries_more_than_what_is_not_there():
+def test_weight_placing_sends_only_missing_shards():
     schedule = placing("tawpipe-spread", 4, 1)
     elements = sum(home.padded for home in schedule.homes)
     links = link_elements(schedule)
@@ -39,13 +39,13 @@ def test_no_link_carries_more_than_what_is_not_there():
     assert sum(link.weights_received for link in links) == elements * 3 // 4
 
 
-def test_copies_that_are_near_are_taken():
+def test_weight_placing_takes_copies_inside_the_node():
     schedule = placing("hsdp", 2, 2)
     assert all(link.weights_sent == 0 for link in link_elements(schedule))
 
 
 @pytest.mark.parametrize("strategy", ["tawpipe-spread", "tawpipe-whole", "flat"])
-def test_nothing_can_be_left_out_or_go_elsewhere(strategy):
+def test_weight_placing_with_a_missing_or_swapped_action_is_refused(strategy):
     schedule = placing(strategy, 2, 2)
     for rank, program in enumerate(schedule.programs):
         for index in range(len(program)):

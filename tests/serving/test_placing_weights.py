@@ -48,6 +48,6 @@ def placed(world: World, strategy: str) -> dict[int, bool]:
 @pytest.mark.parametrize(
     ("strategy", "nodes", "local"), [("tawpipe-spread", 3, 1), ("tawpipe-whole", 2, 2), ("hsdp", 2, 2), ("flat", 2, 1)]
 )
-def test_units_come_whole(pool, strategy, nodes, local):
+def test_weight_placing_delivers_whole_units_bit_by_bit(pool, strategy, nodes, local):
     for found in pool.run(f"{__name__}:placed", nodes, local, strategy=strategy):
         assert found and all(found.values())

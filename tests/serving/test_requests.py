@@ -60,7 +60,7 @@ def served(room: Room, answer: Callable, ask: Callable[[Slots], object], **more:
     return slots, engine
 
 
-def test_every_request_gets_its_answer_from_prompts_of_any_length() -> None:
+def test_prompts_of_every_length_get_their_whole_answer() -> None:
     told = {length: Told() for length in range(1, 33)}
     slots, _ = served(ROOM, stopping, lambda slots: [slots.ask(question(n, 100), told[n]) for n in told])
     for length, answer in told.items():
@@ -73,13 +73,13 @@ def test_every_request_gets_its_answer_from_prompts_of_any_length() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 32])
-def test_a_prompt_of_one_token_and_of_the_whole_context(length: int) -> None:
+def test_prompts_of_one_token_and_of_the_whole_context_are_answered(length: int) -> None:
     told = Told()
     served(ROOM, counting, lambda slots: slots.ask(question(length, 40), told))
     assert told.tokens == counting(())[: 32 - length + 1] and told.end == "length"
 
 
-def test_a_prompt_rides_in_chunks_on_passes_one_after_another() -> None:
+def test_prompt_is_computed_in_chunks_over_successive_passes() -> None:
     _, engine = served(Room(1, 2, 32, 4), counting, lambda slots: slots.ask(question(10, 2), Told()))
     rows = [row for given in engine.passes for row in given.rows]
     assert [(row.first, len(row.tokens), row.draw is not None) for row in rows] == [
@@ -91,7 +91,7 @@ def test_a_prompt_rides_in_chunks_on_passes_one_after_another() -> None:
     assert rows[3].tokens == (1000,)
 
 
-def test_a_pass_has_one_chunk_beside_the_tokens_of_others() -> None:
+def test_pass_holds_one_prompt_chunk_beside_other_tokens() -> None:
     def ask(slots: Slots) -> None:
         for _ in range(3):
             slots.ask(question(8, 10), Told())
@@ -101,7 +101,7 @@ def test_a_pass_has_one_chunk_beside_the_tokens_of_others() -> None:
     assert sizes == [[4], [4], [1, 4], [1, 4], [1, 1, 4], [1, 1, 4], [1, 1, 1]]
 
 
-def test_prompts_go_to_the_groups_alike() -> None:
+def test_prompts_are_spread_evenly_over_the_groups() -> None:
     def ask(slots: Slots) -> None:
         for _ in range(4):
             slots.ask(question(4, 10), Told())
@@ -110,7 +110,7 @@ def test_prompts_go_to_the_groups_alike() -> None:
     assert [[row.slot for row in given.rows] for given in engine.passes[:4]] == [[0], [3], [0, 1], [3, 4]]
 
 
-def test_chunks_of_a_prompt_ride_on_successive_passes_of_all_groups() -> None:
+def test_prompt_chunks_use_successive_passes_of_all_groups() -> None:
     room = Room(3, 2, 40, 4)
     told, other = Told(), Told()
 
@@ -125,7 +125,7 @@ def test_chunks_of_a_prompt_ride_on_successive_passes_of_all_groups() -> None:
     assert told.tokens == other.tokens == [1000, 1001]
 
 
-def test_a_token_that_comes_for_one_who_left_is_not_told_to_who_came() -> None:
+def test_late_token_of_a_cancelled_request_is_not_given_to_its_successor() -> None:
     slots = Slots(Room(2, 1, 32, 4), waiting=5)
     gone, stays, comes = Told(), Told(), Told()
     ticket = slots.ask(question(2), gone)
@@ -140,7 +140,7 @@ def test_a_token_that_comes_for_one_who_left_is_not_told_to_who_came() -> None:
     assert (gone.tokens, stays.tokens, comes.tokens) == ([], [8], [])
 
 
-def test_one_that_is_given_up_has_left_its_slot_within_two_passes() -> None:
+def test_cancelled_request_leaves_its_slot_within_two_passes() -> None:
     slots = Slots(Room(1, 1, 32, 4), waiting=5)
     first, second = Told(), Told()
     ticket = slots.ask(question(2), first)
@@ -152,7 +152,7 @@ def test_one_that_is_given_up_has_left_its_slot_within_two_passes() -> None:
     assert slots.feed(0) == Pass(0, (Row(0, 0, (100, 101, 102), Sampling()),))
 
 
-def test_one_that_waits_and_is_given_up_waits_no_more() -> None:
+def test_cancelled_waiting_request_leaves_the_queue() -> None:
     slots = Slots(Room(1, 1, 32, 4), waiting=1)
     slots.ask(question(2), Told())
     slots.feed(0)
@@ -164,7 +164,7 @@ def test_one_that_waits_and_is_given_up_waits_no_more() -> None:
     assert slots.waiting == 1 and slots.counts.ends == {"given up": 1}
 
 
-def test_as_many_wait_as_may_besides_those_that_find_a_slot() -> None:
+def test_waiting_limit_counts_requests_beyond_the_free_slots() -> None:
     slots = Slots(ROOM, waiting=0)
     for _ in range(6):
         slots.ask(question(2), Told())
@@ -172,7 +172,7 @@ def test_as_many_wait_as_may_besides_those_that_find_a_slot() -> None:
         slots.ask(question(2), Told())
 
 
-def test_several_begin_together_or_not_at_all() -> None:
+def test_several_requests_are_admitted_together_or_not_at_all() -> None:
     slots = Slots(ROOM, waiting=1)
     slots.ask(question(2), Told())
     with pytest.raises(NoRoom):
@@ -183,7 +183,7 @@ def test_several_begin_together_or_not_at_all() -> None:
 
 @pytest.mark.parametrize("length", [1, 4, 5, 13, 32])
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_a_prompt_that_is_scored_tells_all_its_tokens_but_the_first(length: int, tokens: int) -> None:
+def test_scored_prompt_reports_all_tokens_but_the_first(length: int, tokens: int) -> None:
     """Also where the chunks ride on passes of several groups, whose results come later than the next chunk goes."""
     told, other, asked = Told(), Told(), replace(question(length, tokens), scored=True)
     room = Room(3, 2, 32, 4)
@@ -195,7 +195,7 @@ def test_a_prompt_that_is_scored_tells_all_its_tokens_but_the_first(length: int,
     assert len(drawn) == tokens
 
 
-def test_one_without_an_answer_that_is_given_up_is_told_nothing() -> None:
+def test_cancelled_scoring_request_reports_nothing() -> None:
     slots, told = Slots(Room(1, 1, 32, 4), waiting=5), Told()
     ticket = slots.ask(replace(question(3, 0), scored=True), told)
     assert slots.feed(0).rows == (Row(0, 0, (100, 101, 102), None, (101, 102)),)
@@ -205,7 +205,7 @@ def test_one_without_an_answer_that_is_given_up_is_told_nothing() -> None:
     assert (told.tokens, told.end) == ([], "") and slots.counts.ends == {"given up": 1}
 
 
-def test_draining_ends_what_is_open_and_takes_nothing_more() -> None:
+def test_draining_finishes_open_requests_and_refuses_new_ones() -> None:
     told = Told()
     slots, engine = served(ROOM, counting, lambda slots: slots.ask(question(2, 3), told))
     assert told.tokens == [1000, 1001, 1002]
@@ -215,7 +215,7 @@ def test_draining_ends_what_is_open_and_takes_nothing_more() -> None:
         slots.ask(question(2), Told())
 
 
-def test_a_failure_is_told_to_all_those_that_are_open_or_wait() -> None:
+def test_failure_is_reported_to_all_open_and_waiting_requests() -> None:
     slots = Slots(Room(1, 1, 32, 4), waiting=5)
     told = [Told() for _ in range(3)]
     tickets = [slots.ask(question(2), each) for each in told]
@@ -227,7 +227,7 @@ def test_a_failure_is_told_to_all_those_that_are_open_or_wait() -> None:
     assert slots.counts.ends == {"error": 2, "given up": 1} and slots.feed(0).last
 
 
-def test_idle_laps_wait_and_a_request_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_decode_loop_sleeps_until_a_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     slots, waited = Slots(ROOM, waiting=5, idle_s=0.01), list[float]()
     wait = slots._changed.wait
     monkeypatch.setattr(slots._changed, "wait", lambda seconds: waited.append(seconds) or wait(seconds))
@@ -247,7 +247,7 @@ def test_idle_laps_wait_and_a_request_ends_the_wait(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_comes_and_goes_every_answer_is_right_and_no_slot_stays_in_use(seed: int) -> None:
+def test_random_requests_get_right_answers_and_free_their_slots(seed: int) -> None:
     draws = random.Random(seed)
     room = Room(draws.randint(1, 4), draws.randint(1, 4), 24, draws.randint(1, 6))
     slots, engine = Slots(room, waiting=1000, idle_s=0.001), ScriptedEngine(room, stopping)

@@ -127,7 +127,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_what_cannot_work_is_refused_before_a_model_is_loaded(folder, tmp_path, capsys, monkeypatch) -> None:
+def test_wrong_serve_settings_are_refused_before_a_model_is_loaded(folder, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("tawpipe.serving.service.start.load_engine", None)  # who loads a model fails
     model = ["--model", str(folder)]
     assert "--model" in refused(capsys)
@@ -147,7 +147,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(folder, tmp_path, 
 
 
 @pytest.mark.parametrize("template", [[], ["--chat-template", "plain"]])
-def test_a_context_for_which_the_model_has_no_positions_is_refused(folder, tmp_path, capsys, template) -> None:
+def test_serve_context_longer_than_model_positions_is_refused(folder, tmp_path, capsys, template) -> None:
     """Also of a model without a chat template, which answers completions."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = None
@@ -156,7 +156,7 @@ def test_a_context_for_which_the_model_has_no_positions_is_refused(folder, tmp_p
     assert "--context" in refused(capsys, "--model", str(tmp_path), "--port", "0", *template, "--context", "4096")
 
 
-def test_without_the_extra_the_command_for_it_is_said(folder, capsys, monkeypatch) -> None:
+def test_missing_serve_extra_names_its_install_command(folder, capsys, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = refused(capsys, "--model", str(folder))
     assert "starlette and uvicorn installed: pip install" in said and "[serve]" in said
@@ -181,7 +181,7 @@ def status(client: OpenAI) -> int:
     return 200
 
 
-def test_it_answers_as_transformers_does_and_drains_on_sigterm(folder: Path) -> None:
+def test_service_answers_as_transformers_and_drains_on_sigterm(folder: Path) -> None:
     with serving(["--model", str(folder), "--dtype", "float64", "--chunk", "5"], really=True) as running:
         client = running.client()
         answer = ask(client, temperature=0, max_tokens=40)
@@ -200,7 +200,7 @@ def test_it_answers_as_transformers_does_and_drains_on_sigterm(folder: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
+def test_second_signal_ends_the_service_at_once(folder: Path) -> None:
     with serving(["--model", str(folder), "--slots", "1"]) as running, ThreadPoolExecutor(6) as threads:
         client, began = running.client(), threading.Event()
 
@@ -223,7 +223,7 @@ def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stages_on_several_processes_answer_the_same_also_after_being_idle(folder: Path) -> None:
+def test_service_on_two_processes_answers_equally_after_being_idle(folder: Path) -> None:
     words = ["--model", str(folder), "--dtype", "float64", "--nproc", "2", "--chunk", "5", "--timeout-s", "1"]
     with serving(words) as running:
         client = running.client()
@@ -238,7 +238,7 @@ def test_stages_on_several_processes_answer_the_same_also_after_being_idle(folde
     ("killed", "nproc"),
     [(1, 3), *(pytest.param(*given, marks=pytest.mark.slow) for given in ((0, 3), (None, 3)))],
 )
-def test_when_a_process_is_killed_every_stream_ends_with_an_error_and_nothing_is_left(
+def test_killed_process_ends_every_stream_with_an_error_and_the_service(
     folder: Path, killed: int | None, nproc: int
 ) -> None:
     """As the others notice it, not when the time that they wait is over, which is ten minutes here. None is the
@@ -275,7 +275,7 @@ def test_when_a_process_is_killed_every_stream_ends_with_an_error_and_nothing_is
 
 
 @pytest.mark.slow
-def test_it_starts_again_after_a_process_has_died(folder: Path) -> None:
+def test_service_restarts_after_a_process_has_died(folder: Path) -> None:
     with serving(["--model", str(folder), "--nproc", "2", "--max-restarts", "1"], really=True) as running:
         assert ask(running.client(), max_tokens=3).choices
         os.kill(running.workers()[1], signal.SIGKILL)
@@ -284,7 +284,7 @@ def test_it_starts_again_after_a_process_has_died(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands(ROOT / "docs" / "serving.md"), ids=lambda command: command.text)
-def test_commands_of_the_page_run(folder: Path, command: Any) -> None:
+def test_commands_of_the_serving_page_run(folder: Path, command: Any) -> None:
     words = shlex.split(command.text.replace("tuned", str(folder)))[1:]
     if words[0] != "serve":
         assert main(words) == 0

@@ -60,7 +60,7 @@ def service():
         yield running
 
 
-def test_an_answer_as_a_whole(service: Served) -> None:
+def test_chat_answer_has_its_text_finish_reason_and_usage(service: Served) -> None:
     answer = ask(service, EMOJI)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", EMOJI, "stop")
@@ -72,7 +72,7 @@ def test_an_answer_as_a_whole(service: Served) -> None:
 
 
 @pytest.mark.parametrize("usage", [True, False])
-def test_an_answer_as_it_comes(service: Served, usage: bool) -> None:
+def test_streamed_chat_answer_has_its_text_finish_reason_and_usage(service: Served, usage: bool) -> None:
     more = {"stream_options": {"include_usage": True}} if usage else {}
     chunks = list(ask(service, EMOJI, stream=True, **more))
     *texts, last = chunks if not usage else chunks[:-1]
@@ -99,7 +99,7 @@ def test_a_stream_ends_with_done(service: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_stop_strings_over_borders_of_tokens(service: Served, stream: bool) -> None:
+def test_stop_strings_match_across_token_borders(service: Served, stream: bool) -> None:
     answer = ask(service, "one END two EN and three", stop=["three", "END t"], stream=stream)
     if stream:
         chunks = [chunk.choices[0] for chunk in answer]
@@ -109,14 +109,14 @@ def test_stop_strings_over_borders_of_tokens(service: Served, stream: bool) -> N
     assert (text, finish) == ("one ", "stop")
 
 
-def test_an_answer_has_as_many_tokens_as_were_asked_for(service: Served) -> None:
+def test_answer_has_the_requested_number_of_tokens(service: Served) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         answer = ask(service, "abcdefgh", **{name: 3})
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("abc", "length")
         assert answer.usage.completion_tokens == 3
 
 
-def test_logprobs_of_the_tokens_whose_text_is_told(service: Served) -> None:
+def test_logprobs_are_given_for_the_returned_tokens(service: Served) -> None:
     answer = ask(service, "ab\u00e9 END", stop=["END"], logprobs=True, top_logprobs=2)
     told = answer.choices[0].logprobs.content
     assert [(entry.token, entry.logprob) for entry in told if entry.bytes] == [
@@ -131,13 +131,13 @@ def test_logprobs_of_the_tokens_whose_text_is_told(service: Served) -> None:
     assert [entry.token for entry in entries] == ["a", "b"] and entries[0].top_logprobs == []
 
 
-def test_sampling_comes_to_the_engine(service: Served) -> None:
+def test_sampling_settings_reach_the_engine(service: Served) -> None:
     ask(service, "z", temperature=0.5, top_p=0.5, seed=77, extra_body={"top_k": 3})
     drawn = [row.draw for given in service.engine.passes for row in given.rows if row.draw]
     assert {(0.5, 0.5, 3, 77)} & {(draw.temperature, draw.top_p, draw.top_k, draw.seed) for draw in drawn}
 
 
-def test_the_model_is_named(service: Served) -> None:
+def test_served_model_is_listed_and_others_are_refused(service: Served) -> None:
     assert [model.id for model in service.client.models.list()] == [NAME]
     assert service.client.models.retrieve(NAME).owned_by == "tawpipe"
     with pytest.raises(openai.NotFoundError, match="other"):
@@ -147,7 +147,7 @@ def test_the_model_is_named(service: Served) -> None:
     assert refused.value.param == "model" and refused.value.code == "model_not_found"
 
 
-def test_what_is_refused_says_the_field(service: Served) -> None:
+def test_refused_request_names_its_field(service: Served) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         ask(service, "x", tools=[{"type": "function", "function": {"name": "f"}}])
     assert refused.value.param == "tools" and refused.value.type == "invalid_request_error"
@@ -158,7 +158,7 @@ def test_what_is_refused_says_the_field(service: Served) -> None:
     assert "error" in json.loads(get(service, "/v2")[1])
 
 
-def test_bodies_tokens_and_contexts_are_limited(service: Served) -> None:
+def test_body_size_tokens_and_context_are_limited(service: Served) -> None:
     status, content, _ = post(service, body("x" * 20_481))
     assert status == 413 and "20480 bytes" in content["error"]["message"]
     for more, code in [({"max_tokens": 601}, "invalid_value"), ({"max_tokens": 5000}, "context_length_exceeded")]:
@@ -168,7 +168,7 @@ def test_bodies_tokens_and_contexts_are_limited(service: Served) -> None:
     assert status == 400 and content["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_body_without_a_length_is_limited_too(service: Served) -> None:
+def test_body_without_a_length_is_limited(service: Served) -> None:
     connection = HTTPConnection("127.0.0.1", service.port, timeout=30)
     chunks = (b"x" * 1000 for _ in range(30))
     try:
@@ -181,7 +181,7 @@ def test_a_body_without_a_length_is_limited_too(service: Served) -> None:
     connection.close()
 
 
-def test_prompts_of_one_token_and_of_the_whole_context() -> None:
+def test_prompts_up_to_the_whole_context_are_answered_over_http() -> None:
     room = Room(1, 2, 40, 8)
     with served(room) as service:
         begin = len(tokenizer_of_bytes().encode("<|user|>\n\n<|assistant|>\n", add_special_tokens=False))
@@ -192,14 +192,14 @@ def test_prompts_of_one_token_and_of_the_whole_context() -> None:
             ask(service, "y" * (41 - begin))
 
 
-def test_hosts_that_are_not_this_machine_are_refused(service: Served) -> None:
+def test_requests_for_other_hosts_are_refused(service: Served) -> None:
     assert get(service, "/v1/models", Host="evil.example:80")[0] == 400
     assert get(service, "/v1/models", Host="")[0] == 400
     for name in ("localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000", "[::1]"):
         assert get(service, "/v1/models", Host=name)[0] == 200, name
 
 
-def test_without_the_key_nobody_is_answered() -> None:
+def test_requests_without_the_api_key_are_refused() -> None:
     with served(key="k" * 20, config=replace(CONFIG, host="0.0.0.0")) as service:
         assert ask(service, "hi").choices[0].message.content == "hi"
         for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "k" * 20}, {"Authorization": "Basic x"}):
@@ -211,7 +211,7 @@ def test_without_the_key_nobody_is_answered() -> None:
             ask(wrong, "hi")
 
 
-def test_more_than_may_wait_are_told_when_to_come_again() -> None:
+def test_requests_beyond_the_waiting_limit_get_retry_after() -> None:
     with served(Room(1, 1, 600, 64), waiting=1, pass_s=0.01) as service:
         streams = [ask(service, "long " * 50, stream=True) for _ in range(2)]
         status, content, headers = post(service, body())
@@ -222,7 +222,7 @@ def test_more_than_may_wait_are_told_when_to_come_again() -> None:
         assert ask(service, "hi").choices[0].message.content == "hi"
 
 
-def test_an_answer_that_takes_too_long_ends_with_what_it_has() -> None:
+def test_answer_beyond_the_time_limit_ends_with_its_text_so_far() -> None:
     with served(Room(1, 1, 600, 64), config=replace(CONFIG, request_s=0.7), pass_s=0.02) as service:
         text = "abcdefgh" * 30
         chunks = [chunk.choices[0] for chunk in ask(service, text, stream=True)]
@@ -230,7 +230,7 @@ def test_an_answer_that_takes_too_long_ends_with_what_it_has() -> None:
         assert chunks[-1].finish_reason == "length" and text.startswith(said) and 0 < len(said) < len(text)
 
 
-def test_who_waits_in_vain_is_told_to_come_again() -> None:
+def test_request_that_waits_too_long_gets_retry_after() -> None:
     with served(Room(1, 1, 600, 64), config=replace(CONFIG, request_s=0.5), pass_s=0.02) as service:
         holding = service.slots.ask(Question((5,), 500, Sampling()), lambda *_: None)
         status, content, headers = post(service, body())
@@ -239,7 +239,7 @@ def test_who_waits_in_vain_is_told_to_come_again() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_goes_away_frees_the_slot(stream: bool) -> None:
+def test_disconnected_client_frees_its_slot(stream: bool) -> None:
     with served(Room(1, 1, 600, 64), pass_s=0.02) as service:
         connection = socket.create_connection(("127.0.0.1", service.port))
         given = json.dumps(body("abcdefgh" * 30, stream=stream)).encode()
@@ -253,7 +253,7 @@ def test_who_goes_away_frees_the_slot(stream: bool) -> None:
         assert service.slots.counts.ends == {"given up": 1} and service.slots.counts.answer_tokens - before < 20
 
 
-def test_while_it_drains_open_answers_end_and_new_ones_are_refused() -> None:
+def test_draining_service_finishes_open_answers_and_refuses_new_ones() -> None:
     with served(Room(1, 1, 600, 64), pass_s=0.01) as service:
         stream = ask(service, "abcdefgh" * 10, stream=True)
         service.slots.drain()
@@ -262,7 +262,7 @@ def test_while_it_drains_open_answers_end_and_new_ones_are_refused() -> None:
         assert "".join(choice.delta.content or "" for choice in chunks) == "abcdefgh" * 10
 
 
-def test_when_the_engine_fails_every_stream_ends_with_an_error() -> None:
+def test_engine_failure_ends_every_stream_with_an_error() -> None:
     with served(pass_s=0.005, fails_at=100) as service:
 
         def read() -> tuple[int, str]:
@@ -279,7 +279,7 @@ def test_when_the_engine_fails_every_stream_ends_with_an_error() -> None:
         assert post(service, body())[0] == 503
 
 
-def test_it_measures_itself() -> None:
+def test_metrics_endpoint_counts_requests_tokens_and_slots() -> None:
     with served() as service:
         ask(service, "hi", max_tokens=2)
         lines = get(service, "/metrics")[1].splitlines()
@@ -287,7 +287,7 @@ def test_it_measures_itself() -> None:
         assert {"tawpipe_slots 8", "tawpipe_slots_in_use 0", "tawpipe_requests_waiting 0"} <= set(lines)
 
 
-def test_idle_for_long_it_still_answers() -> None:
+def test_service_still_answers_after_being_idle() -> None:
     with served() as service:
         assert wait_for(lambda: len(service.engine.passes) > 20)
         assert ask(service, "hi").choices[0].message.content == "hi"
@@ -330,12 +330,12 @@ def many(requests: int, clients: int) -> None:
         assert service.slots.counts.ends["given up"] >= requests / 20
 
 
-def test_mixed_requests_get_what_they_should_and_leave_no_slot_in_use() -> None:
+def test_mixed_requests_get_right_answers_and_free_their_slots() -> None:
     many(100, 8)
 
 
 @pytest.mark.slow
-def test_a_thousand_mixed_requests_and_no_memory_is_gained() -> None:
+def test_thousand_mixed_requests_leak_no_memory() -> None:
     many(100, 32)
     before, threads = resident_bytes(), threading.active_count()
     many(1000, 32)

@@ -70,7 +70,7 @@ def check_echo(choice: Any, model: Any, text: str, prompt: list[int], tokens: in
 
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("as_ids", [True, False])
-def test_prompts_are_echoed_with_the_logprobs_of_transformers(
+def test_completions_echo_prompts_with_the_logprobs_of_transformers(
     service: Served, model: Any, tokens: int, as_ids: bool
 ) -> None:
     ids = [ids_of(text, special=not as_ids) for text in TEXTS[: 2 if as_ids else 4]]
@@ -86,7 +86,7 @@ def test_prompts_are_echoed_with_the_logprobs_of_transformers(
 
 
 @torch.no_grad()
-def test_text_and_ids_get_the_same_answer_as_transformers_writes(service: Served, model: Any) -> None:
+def test_completions_of_text_and_ids_equal_transformers(service: Served, model: Any) -> None:
     ids = ids_of(TEXTS[0])
     expected = by_generate(model, torch.tensor([ids]), 16)[0, len(ids) :]
     text = tokenizer_of_bytes().decode(expected, skip_special_tokens=True)
@@ -97,7 +97,7 @@ def test_text_and_ids_get_the_same_answer_as_transformers_writes(service: Served
             assert choice.text == text
 
 
-def test_a_stream_has_the_parts_of_every_prompt(service: Served) -> None:
+def test_completion_stream_has_the_parts_of_every_prompt(service: Served) -> None:
     more = {"echo": True, "logprobs": 2, "temperature": 0, "max_tokens": 7}
     whole = complete(service, TEXTS, **more)
     parts: dict[int, list[Any]] = {}
@@ -128,7 +128,7 @@ def parrot() -> Iterator[Served]:
         yield running
 
 
-def test_the_token_that_ends_an_answer_has_its_logprob_and_no_text(parrot: Served) -> None:
+def test_end_token_of_a_completion_has_a_logprob_and_no_text(parrot: Served) -> None:
     """Harnesses leave out the last token, of which they expect one for max_tokens = 1."""
     eos = tokenizer_of_bytes().eos_token
     for more, tokens in (({"stop": ["never"]}, ["a", "b", eos]), ({"stop": "b"}, ["a"])):
@@ -138,7 +138,7 @@ def test_the_token_that_ends_an_answer_has_its_logprob_and_no_text(parrot: Serve
     assert choice.logprobs.top_logprobs == [{"a": choice.logprobs.token_logprobs[0]}]
 
 
-def test_only_the_likeliest_of_tokens_with_one_text_is_told(parrot: Served) -> None:
+def test_top_logprobs_of_tokens_with_one_text_keep_the_most_likely(parrot: Served) -> None:
     half = ids_of("é", special=False)[0]
     told = complete(parrot, [1, half, half], echo=True, logprobs=2, max_tokens=0).choices[0].logprobs
     assert told.tokens[1:] == ["\ufffd"] * 2 and told.top_logprobs[1:] == [{"\ufffd": LOGPROB}] * 2
@@ -171,14 +171,14 @@ def test_only_the_likeliest_of_tokens_with_one_text_is_told(parrot: Served) -> N
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_prompts_that_are_none_are_refused_by_their_place(parrot: Served, prompt: Any, param: str) -> None:
+def test_malformed_prompts_are_refused_by_their_place(parrot: Served, prompt: Any, param: str) -> None:
     asked = {"model": NAME, "prompt": prompt, "echo": True, "max_tokens": 0}
     status, content, _ = post(parrot, json.dumps(asked).encode(), path="/v1/completions")
     assert status == 400 and content["error"]["param"] == param, content
     assert parrot.slots.in_use == parrot.slots.waiting == 0
 
 
-def test_a_prompt_of_the_whole_context_is_taken_and_a_longer_one_says_the_lengths(parrot: Served) -> None:
+def test_prompt_longer_than_the_context_is_refused_with_its_length(parrot: Served) -> None:
     answer = complete(parrot, "y" * 63, echo=True, max_tokens=0)
     assert answer.choices[0].text == "y" * 63
     with pytest.raises(openai.BadRequestError, match=r"65 tokens.*context of 64 tokens"):
@@ -189,7 +189,7 @@ def test_a_prompt_of_the_whole_context_is_taken_and_a_longer_one_says_the_length
 
 
 @pytest.mark.parametrize("begin", [7, None])
-def test_an_empty_prompt_is_the_token_that_begins_a_text(begin: int | None) -> None:
+def test_empty_prompt_becomes_the_begin_token(begin: int | None) -> None:
     class Beginning:
         chat_template, eos_token_id, bos_token_id = "", 7, begin
 
@@ -203,7 +203,7 @@ def test_an_empty_prompt_is_the_token_that_begins_a_text(begin: int | None) -> N
         Prompts(Beginning()).completed("")
 
 
-def test_who_goes_away_frees_the_slots_of_all_prompts() -> None:
+def test_disconnected_client_frees_the_slots_of_all_prompts() -> None:
     with served(Room(2, 2, 600, 64), waiting=4, pass_s=0.02) as service:
         stream = complete(service, ["<|user|>\n" + "abcdefgh" * 30] * 5, stream=True, max_tokens=300)
         next(iter(stream))
@@ -216,7 +216,7 @@ def test_who_goes_away_frees_the_slots_of_all_prompts() -> None:
         assert service.slots.counts.ends == {"given up": 5}
 
 
-def test_a_stop_string_of_one_prompt_frees_its_slot_while_others_go_on() -> None:
+def test_stop_string_of_one_prompt_frees_its_slot_while_others_continue() -> None:
     with served(Room(1, 2, 600, 64), pass_s=0.005) as service:
         prompts = ["<|user|>\nab END" + "c" * 400, "<|user|>\n" + "d" * 60]
         first, second = complete(service, prompts, stop=["END"], max_tokens=150).choices
@@ -225,7 +225,7 @@ def test_a_stop_string_of_one_prompt_frees_its_slot_while_others_go_on() -> None
         assert service.slots.counts.ends["given up"] == 1 and service.slots.counts.answer_tokens < 200
 
 
-def test_a_prompt_that_is_not_scored_in_time_is_no_answer() -> None:
+def test_prompt_not_scored_in_time_is_an_error() -> None:
     with served(Room(1, 1, 600, 2), config=replace(CONFIG, request_s=0.5), pass_s=0.02) as service:
         with pytest.raises(openai.InternalServerError, match="in time"):
             complete(service, "y" * 500, echo=True, logprobs=1, max_tokens=0)

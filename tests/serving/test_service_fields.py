@@ -19,13 +19,13 @@ def read(**fields: Any) -> Fields:
     return read_asked(json.dumps(LEAST | fields).encode(), DEFAULTS)
 
 
-def test_what_is_not_said_is_as_usual() -> None:
+def test_missing_request_fields_take_their_defaults() -> None:
     asked = read(seed=3)
     assert asked == Fields("m", [LEAST["messages"]], Sampling(0.7, 5, 0.9, 3, 0), seeded=True)
     assert read().sampling.seed != read().sampling.seed
 
 
-def test_everything_that_is_taken() -> None:
+def test_all_supported_request_fields_are_read() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     asked = read(
         messages=[{"role": "system", "content": "s"}, {"role": "user", "content": parts, "name": None}],
@@ -100,7 +100,7 @@ def test_everything_that_is_taken() -> None:
         ("messages", "hi"),
     ],
 )
-def test_what_is_not_taken_is_refused_by_its_name(name: str, value: object) -> None:
+def test_unsupported_request_fields_are_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(Refusal) as refused:
         read(**{name: value})
     assert refused.value.status == 400 and refused.value.param == name and name in str(refused.value)
@@ -119,7 +119,7 @@ def test_what_is_not_taken_is_refused_by_its_name(name: str, value: object) -> N
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
     ],
 )
-def test_messages_that_are_none_are_refused(message: object, param: str) -> None:
+def test_malformed_chat_messages_are_refused(message: object, param: str) -> None:
     with pytest.raises(Refusal) as refused:
         read(messages=[message])
     assert refused.value.status == 400 and refused.value.param == param
@@ -128,13 +128,13 @@ def test_messages_that_are_none_are_refused(message: object, param: str) -> None
 @pytest.mark.parametrize(
     "more", [{"max_tokens": 5, "max_completion_tokens": 6}, {"logprobs": True, "top_logprobs": 21}]
 )
-def test_fields_that_contradict_each_other(more: dict[str, Any]) -> None:
+def test_contradicting_request_fields_are_refused(more: dict[str, Any]) -> None:
     with pytest.raises(Refusal, match=r"max_completion_tokens|top_logprobs"):
         read(**more)
 
 
 @pytest.mark.parametrize("options", [{"include_usage": 1}, {"include_obfuscation": True}, []])
-def test_stream_options_are_checked(options: object) -> None:
+def test_wrong_stream_options_are_refused(options: object) -> None:
     with pytest.raises(Refusal, match=r"stream_options|include_usage"):
         read(stream=True, stream_options=options)
 
@@ -142,13 +142,13 @@ def test_stream_options_are_checked(options: object) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000, b'"text"'], ids=lambda body: repr(body[:10])
 )
-def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+def test_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(Refusal) as refused:
         read_asked(body, DEFAULTS)
     assert refused.value.status == 400 and refused.value.code == "invalid_json"
 
 
-def test_a_model_says_how_it_is_drawn_from() -> None:
+def test_sampling_defaults_are_read_from_the_generation_config() -> None:
     class Generation:
         temperature, top_k, top_p = 0.6, 20, None
 
@@ -180,7 +180,7 @@ def complete(**fields: Any) -> Fields:
 
 
 @pytest.mark.parametrize("fields", [*NEUTRAL, *OF_CHAT, {"suffix": "", "add_special_tokens": True}], ids=str)
-def test_values_that_change_nothing_change_nothing(fields: dict[str, Any]) -> None:
+def test_neutral_values_of_unsupported_fields_are_accepted(fields: dict[str, Any]) -> None:
     readers = [read] * (fields in NEUTRAL + OF_CHAT) + [complete] * (fields not in OF_CHAT)
     if "suffix" not in fields:
         assert readers
@@ -211,7 +211,7 @@ def test_values_that_change_nothing_change_nothing(fields: dict[str, Any]) -> No
         ("stream", 1),
     ],
 )
-def test_values_that_ask_for_something_are_refused_on_both_routes(name: str, value: object) -> None:
+def test_effective_values_of_unsupported_fields_are_refused_on_both_routes(name: str, value: object) -> None:
     for reader in (read, complete):
         with pytest.raises(Refusal, match=name) as refused:
             reader(**{name: value})
@@ -237,13 +237,13 @@ def test_values_that_ask_for_something_are_refused_on_both_routes(name: str, val
         ("add_special_tokens", False),
     ],
 )
-def test_fields_of_completions_that_are_not_taken(name: str, value: object) -> None:
+def test_unsupported_completion_fields_are_refused(name: str, value: object) -> None:
     with pytest.raises(Refusal, match=name) as refused:
         complete(**{name: value})
     assert refused.value.status == 400 and refused.value.param == name
 
 
-def test_completions_are_read() -> None:
+def test_completion_fields_are_read() -> None:
     numbers = {"logprobs": 5, "max_tokens": 0, "top_k": -1, "temperature": 0, "seed": 3}
     asked = complete(prompt=[[1, 2], [3]], echo=True, stop="x", **numbers)
     sampling = Sampling(0.0, 0, 0.9, 3, 5)
@@ -253,7 +253,7 @@ def test_completions_are_read() -> None:
     assert complete(prompt=[5, 6]).prompts == [[5, 6]] and complete().prompts == ["hi"]
 
 
-def test_messages_may_say_what_changes_nothing_and_who_speaks() -> None:
+def test_neutral_message_fields_and_names_are_accepted() -> None:
     more = {"tool_calls": [], "annotations": [], "refusal": None, "audio": None, "function_call": None, "type": "text"}
     messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": "a", "name": "bob"}]
     asked = read(messages=[*messages, {"role": "assistant", "content": "b", "reasoning_content": "", **more}])

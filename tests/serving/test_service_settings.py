@@ -27,17 +27,17 @@ from tawpipe.serving.service.start import serve
         ("--model m --slots 0", "slots"),
     ],
 )
-def test_what_cannot_work_is_refused(words: str, refused: str) -> None:
+def test_wrong_service_settings_are_refused(words: str, refused: str) -> None:
     with pytest.raises(UserError, match=refused):
         load(words.split())
 
 
-def test_only_this_machine_is_loopback() -> None:
+def test_only_local_hosts_are_loopback() -> None:
     hosts = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "10.0.0.1": False, "name": False}
     assert {host: ServeConfig(model="m", host=host).loopback for host in hosts} == hosts
 
 
-def test_a_key_is_a_line_of_a_file(tmp_path) -> None:
+def test_api_key_is_the_first_line_of_a_file(tmp_path) -> None:
     file = tmp_path / "key"
     assert read_key(ServeConfig(model="m")) is None
     file.write_text("0123456789abcdef\nmore\n")
@@ -53,7 +53,7 @@ def test_a_folder_without_a_model_is_named(tmp_path) -> None:
         run(["--model", str(tmp_path / "none"), "--device", "cpu"])
 
 
-def test_a_port_that_is_taken_is_said_before_a_model_is_read(tmp_path, monkeypatch) -> None:
+def test_port_in_use_is_named_before_a_model_is_read(tmp_path, monkeypatch) -> None:
     for name in [name for name in os.environ if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]:
         monkeypatch.delenv(name)
     with socket.socket() as taken:
@@ -64,7 +64,7 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_read(tmp_path, monkeypat
             serve(ServeConfig(model=str(tmp_path), port=port, device="cpu"), tmp_path)
 
 
-def test_a_stream_ends_with_an_empty_body_and_leaves() -> None:
+def test_answer_stream_ends_with_an_empty_body() -> None:
     class Answer:
         left = False
 

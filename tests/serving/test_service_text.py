@@ -21,7 +21,7 @@ def tokenizer():
     return tokenizer_of_bytes()
 
 
-def test_no_piece_ends_within_a_character_and_together_they_are_the_text(tokenizer) -> None:
+def test_text_pieces_never_split_a_character_and_join_to_the_text(tokenizer) -> None:
     ids = tokenizer.encode(EMOJI, add_special_tokens=False)
     assert len(ids) > len(EMOJI)
     pieces = TextPieces(tokenizer)
@@ -30,7 +30,7 @@ def test_no_piece_ends_within_a_character_and_together_they_are_the_text(tokeniz
     assert {len(piece) for piece in told} == {0, 1}  # never half of one, never held until another comes
 
 
-def test_bytes_that_become_no_character_are_let_out_in_the_end(tokenizer) -> None:
+def test_incomplete_character_is_released_at_the_end(tokenizer) -> None:
     ids = tokenizer.encode("ok\U0001f44d", add_special_tokens=False)
     pieces = TextPieces(tokenizer)
     told = [pieces.add(token) for token in ids[:-1]]
@@ -38,7 +38,7 @@ def test_bytes_that_become_no_character_are_let_out_in_the_end(tokenizer) -> Non
     assert set(pieces.end()) == {"\ufffd"} and pieces.end() == ""
 
 
-def test_bytes_that_are_never_text_do_not_wait_for_ever(tokenizer) -> None:
+def test_invalid_bytes_are_released_without_waiting_forever(tokenizer) -> None:
     broken = tokenizer.encode("\U0001f44d", add_special_tokens=False)[1]
     pieces = TextPieces(tokenizer)
     told = [pieces.add(broken) for _ in range(40)]
@@ -46,7 +46,7 @@ def test_bytes_that_are_never_text_do_not_wait_for_ever(tokenizer) -> None:
     assert pieces.add(tokenizer.encode("x", add_special_tokens=False)[0]).endswith("x")
 
 
-def test_special_tokens_are_no_text(tokenizer) -> None:
+def test_special_tokens_produce_no_text(tokenizer) -> None:
     ids = tokenizer.encode("one", add_special_tokens=False)
     pieces = TextPieces(tokenizer)
     told = [pieces.add(token) for token in [tokenizer.eos_token_id, *ids, *[tokenizer.eos_token_id] * 20, *ids]]
@@ -62,7 +62,7 @@ def until(text: str, stops: list[str]) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_a_stop_string_ends_the_text_wherever_it_is_cut(seed: int) -> None:
+def test_stop_string_ends_the_text_however_pieces_are_cut(seed: int) -> None:
     draws = random.Random(seed)
     text = "".join(draws.choice("aab.") for _ in range(30))
     stops = ["".join(draws.choice("ab.") for _ in range(draws.randint(2, 5))) for _ in range(draws.randint(1, 4))]
@@ -77,7 +77,7 @@ def test_a_stop_string_ends_the_text_wherever_it_is_cut(seed: int) -> None:
         assert (said, checked.found) == until(text, stops), (text, stops, size)
 
 
-def test_nothing_is_held_back_that_begins_no_stop_string() -> None:
+def test_only_beginnings_of_stop_strings_are_held_back() -> None:
     stops = StopStrings(["\n\n"])
     assert [stops.add("a"), stops.add("\n"), stops.add("b\n"), stops.add("\nc")] == ["a", "", "\nb", ""]
     assert stops.found
@@ -96,7 +96,7 @@ def answer_of(tokenizer, text: str, stops: list[str]) -> tuple[str, list[int]]:
     return said + piece, told + notes
 
 
-def test_tokens_are_told_of_with_their_text_and_those_of_a_stop_string_never(tokenizer) -> None:
+def test_tokens_of_a_stop_string_are_never_returned(tokenizer) -> None:
     ids = tokenizer.encode("so \U0001f44d it ends", add_special_tokens=False)
     assert answer_of(tokenizer, "so \U0001f44d it ends", []) == ("so \U0001f44d it ends", ids)
     text, told = answer_of(tokenizer, "so \U0001f44d it ends", ["\U0001f44d it"])
@@ -105,7 +105,7 @@ def test_tokens_are_told_of_with_their_text_and_those_of_a_stop_string_never(tok
     assert text == "so \U0001f44d it end" and tokenizer.decode(told) == text
 
 
-def test_a_prompt_goes_through_the_chat_template(tokenizer) -> None:
+def test_prompt_is_rendered_by_the_chat_template(tokenizer) -> None:
     with pytest.raises(Malformed, match="no chat template"):
         Prompts(tokenizer).tokens([{"role": "user", "content": "x"}])
     ids = Prompts(tokenizer, "plain").tokens([{"role": "user", "content": "hi"}])
@@ -113,7 +113,7 @@ def test_a_prompt_goes_through_the_chat_template(tokenizer) -> None:
     assert tokenizer.chat_template is None  # the other thread's is left as it was
 
 
-def test_what_the_template_refuses_is_refused_with_its_words(tokenizer, tmp_path) -> None:
+def test_refusal_of_the_chat_template_is_passed_on_with_its_message(tokenizer, tmp_path) -> None:
     template = tmp_path / "strict.jinja"
     template.write_text(
         "{%- for message in messages -%}{%- if message['role'] == 'system' -%}"
@@ -131,7 +131,7 @@ def with_chat_template(tokenizer: Any, words: str) -> Prompts:
     return Prompts(changed)
 
 
-def test_a_developer_is_the_system_unless_the_template_knows_one_and_names_are_passed_on(tokenizer) -> None:
+def test_developer_role_becomes_system_unless_the_template_knows_it(tokenizer) -> None:
     messages = [{"role": "developer", "content": "a"}, {"role": "user", "content": "b", "name": "bob "}]
     for words, role in (("", "system"), ("{# developer #}", "developer")):
         ids = with_chat_template(tokenizer, words).tokens(messages)
@@ -139,7 +139,7 @@ def test_a_developer_is_the_system_unless_the_template_knows_one_and_names_are_p
     assert messages[0]["role"] == "developer"
 
 
-def test_an_answer_without_reasoning_is_the_templates_to_give(tokenizer) -> None:
+def test_reasoning_off_needs_support_of_the_chat_template(tokenizer) -> None:
     asked = [{"role": "user", "content": "b"}]
     plain = with_chat_template(tokenizer, "")
     assert plain.tokens(asked) == plain.tokens(asked, reasoning=False)
@@ -150,7 +150,7 @@ def test_an_answer_without_reasoning_is_the_templates_to_give(tokenizer) -> None
         with_chat_template(tokenizer, "<think>").tokens(asked, reasoning=False)
 
 
-def test_a_text_goes_on_behind_its_prompt(tokenizer) -> None:
+def test_text_pieces_continue_behind_the_prompt(tokenizer) -> None:
     """As where a tokenizer leaves out the blank before the first word."""
 
     class Words:
@@ -161,7 +161,7 @@ def test_a_text_goes_on_behind_its_prompt(tokenizer) -> None:
     assert [pieces.add(3), pieces.add(4), pieces.end()] == [" w3", " w4", ""]
 
 
-def test_offsets_are_those_of_the_text_as_it_was_asked(tokenizer) -> None:
+def test_text_offsets_refer_to_the_text_as_requested(tokenizer) -> None:
     text = "é<|endoftext|>x"  # the tokenizer puts another special token in front
     prompt = Prompts(tokenizer).completed(text, echo=True)
     assert (prompt.text, list(prompt.offsets)) == (text, [0, 0, 0, 1, 14])

@@ -71,7 +71,7 @@ def played(way: ServeWay, *, chunk: int = 0) -> tuple[float, float]:
 
 @pytest.mark.parametrize("hop_s", [0.1 * MS, 5 * MS, 25 * MS])
 @pytest.mark.parametrize("rate", [math.inf, 125e3])
-def test_the_clock_plays_what_the_formula_says(hop_s, rate):
+def test_simulated_token_time_equals_the_formula(hop_s, rate):
     for groups in (1, 2, 4, 6, 8, 11, 14, 16):
         way = ServeWay(request(hop_s=hop_s, rate=rate), 1, Layout.even(6, 4), groups, 4)
         token_s, _ = played(way)
@@ -79,7 +79,7 @@ def test_the_clock_plays_what_the_formula_says(hop_s, rate):
 
 
 @pytest.mark.parametrize("hop_s", [0.1 * MS, 5 * MS, 25 * MS])
-def test_the_clock_plays_the_time_to_the_first_token(hop_s):
+def test_simulated_time_to_the_first_token_equals_the_formula(hop_s):
     for groups in (1, 4, 8, 14):
         for chunks in (1, 5):
             way = ServeWay(request(hop_s=hop_s, context=32), 1, Layout.even(6, 4), groups, 4, -(-32 // chunks))
@@ -95,7 +95,7 @@ def test_unequal_stages_wait_for_the_slowest():
     assert played(asked, chunk=16)[1] == pytest.approx(asked.first_s, rel=0.02)
 
 
-def test_latency_says_how_many_groups_there_should_be():
+def test_number_of_groups_grows_with_the_latency_up_to_its_gain():
     def groups(hop_s: float) -> int:
         plan = ServePlan(request(hop_s=hop_s, users=48))
         return next(way.groups for way in plan.ways if way.stages.stages == 4)
@@ -107,7 +107,7 @@ def test_latency_says_how_many_groups_there_should_be():
     assert max(rates.values()) == pytest.approx(rates[6]), "more than that gain nothing"
 
 
-def test_a_pass_with_a_chunk_takes_at_most_twice_as_long():
+def test_best_chunk_at_most_doubles_the_time_of_a_pass():
     way = ServeWay(request(context=4096), 1, Layout.even(6, 4), 4, 8)
     assert best_chunk(way) == 64  # 100 tokens more take as long again
     assert best_chunk(replace(way, request=request(context=16))) == 16
@@ -116,7 +116,7 @@ def test_a_pass_with_a_chunk_takes_at_most_twice_as_long():
     )
 
 
-def test_one_machine_if_it_does_replicas_if_these_are_faster_and_stages_if_nothing_else_fits():
+def test_serve_plan_prefers_one_machine_then_replicas_then_stages():
     many = request(users=512, boundary_bytes=0.01, key_bytes=0.0)  # of whom a device alone takes much longer
     assert ServePlan(request(users=8)).reason.startswith("one machine: ")
     assert ServePlan(many).reason.startswith("replicas: one copy on each of 4 devices")
@@ -132,7 +132,7 @@ def test_one_machine_if_it_does_replicas_if_these_are_faster_and_stages_if_nothi
     ("users", "hop_s"),
     [(8, 0.1 * MS), (40, 5 * MS), (200, 25 * MS), pytest.param(8, 25 * MS, marks=pytest.mark.slow)],
 )
-def test_no_other_number_of_groups_is_faster_by_the_clock(users, hop_s):
+def test_planned_number_of_groups_is_the_fastest_simulated(users, hop_s):
     ways = [way for way in ServePlan(request(hop_s=hop_s, users=users)).ways if way.stages.stages == 4]
     (way,) = ways
     others = (replace(way, groups=groups, slots=-(-users // groups)) for groups in range(1, min(16, users) + 1))
@@ -183,7 +183,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("model", "device", "devices", "users", "context", "verdict"), WRITTEN)
-def test_verdicts_that_were_written_down_before(model, device, devices, users, context, verdict):
+def test_serve_plans_reach_the_recorded_verdicts(model, device, devices, users, context, verdict):
     spec, hidden, keys = MODELS[model]
     flops, rate, gib = DEVICES[device]
     asked = ServeRequest(
@@ -199,7 +199,7 @@ def test_verdicts_that_were_written_down_before(model, device, devices, users, c
     assert ServePlan(asked).spelled_out()["verdict"] == verdict
 
 
-def test_memory_is_weights_caches_and_rooms():
+def test_serve_memory_is_weights_caches_and_buffers():
     asked = request(system_bytes=7)
     (home,) = {unit.numel for unit in asked.model.units if unit.blocks == (2,)}
     way = ServeWay(asked, 1, Layout(6, (0, 1, 5), (0, 1, 2)), 2, 4, 16)
@@ -207,7 +207,7 @@ def test_memory_is_weights_caches_and_rooms():
     assert way.memory_bytes == 2 * padded + 4 * (2 * 4 * 256 * 16) + 4 * 2 * (4 + 16) * BYTES + 7
 
 
-def test_costs_from_a_data_sheet_read_weights_until_multiplying_takes_longer():
+def test_estimated_pass_is_bound_by_weight_reads_then_by_compute():
     costs = estimated_passes(llama(1), flops=2e6, memory_rate=1e6, weights=in_16_bits(llama(1)), key_width=7.0)
     assert costs[1].seconds(1) == pytest.approx(333 * 2 / 0.7e6)
     assert costs[1].seconds(64) == pytest.approx(2 * 333 * 64 / 1e6)
@@ -215,7 +215,7 @@ def test_costs_from_a_data_sheet_read_weights_until_multiplying_takes_longer():
     assert costs[0].seconds(64) == 0
 
 
-def test_few_bits_are_read_sooner_by_few_tokens_and_dequantised_for_many():
+def test_quantized_weights_speed_up_few_tokens_and_slow_down_many():
     units = len(llama(1).units)
     few = WeightBytes(*((width,) * units for width in (1.0, 0.5, 4.5)))
     wide, costs = (
@@ -228,14 +228,14 @@ def test_few_bits_are_read_sooner_by_few_tokens_and_dequantised_for_many():
         assert costs.seconds(tokens) == pytest.approx(wide.seconds(tokens) * 4.5 / 2)
 
 
-def test_memory_has_the_bytes_of_each_unit():
+def test_serve_memory_counts_the_bytes_of_each_unit():
     asked, way = request(), Layout.even(6, 1)
     widths = tuple(float(place) for place in range(len(asked.model.units)))
     numbers = [sum(unit.numel * width for unit, width in zip(asked.model.units, widths, strict=True)), 4 * 1000.0]
     assert sum(numbers) <= fullest_bytes(asked.model, way, widths, 1000.0) <= 1.1 * sum(numbers)
 
 
-def test_numbers_that_cannot_be_are_refused():
+def test_impossible_users_and_context_are_refused():
     with pytest.raises(UserError, match="--users"):
         request(users=0)
     with pytest.raises(UserError, match="--context"):
