@@ -92,14 +92,14 @@ def ends(schedule: Schedule, model: CostModel, rank: int) -> list[float]:
 TWO = Topology.grid(2, 1)
 
 
-def test_a_transfer_takes_latency_and_bytes_over_rate():
+def test_simulated_transfer_takes_latency_plus_bytes_over_rate():
     schedule = by_hand(TWO, [[send(1)], [receive(0)]])
     model = costs(between=LinkModel(50, latency_s=0.5))
     assert ends(schedule, model, 1) == [pytest.approx(0.5 + 100 / 50)]
     assert ends(schedule, model, 0) == [pytest.approx(100 / 50)]  # a latency before, to which it is not held
 
 
-def test_messages_follow_each_other_at_the_rate_of_the_link_whatever_their_latency():
+def test_simulated_messages_follow_at_the_link_rate_despite_latency():
     """Weights that are sent, or gathered by a ring: a lane is held for bytes, and who reads them waits for the rest."""
     sent = [send(1)] * 5, [receive(0, buffer=f"W.{number}") for number in range(5)]
     gather = [_collective("all_gather", "rail", Lane.INTER_W, "S.0", f"W.{number}") for number in range(5)]
@@ -108,7 +108,7 @@ def test_messages_follow_each_other_at_the_rate_of_the_link_whatever_their_laten
         assert ends(by_hand(TWO, programs), model, 1) == pytest.approx([2.5 + number for number in range(1, 6)])
 
 
-def test_what_must_wait_for_its_lane_waits_for_what_still_comes():
+def test_action_that_needs_its_lane_waits_for_the_latency():
     programs = [[send(1), receive(1, buffer="W.1")], [receive(0), send(0, buffer="W.2")]]
     model = costs(between=LinkModel(100, latency_s=2.5))
     assert ends(by_hand(TWO, programs), model, 0) == pytest.approx([1.0, 3.5 + 1 + 2.5])
@@ -116,7 +116,7 @@ def test_what_must_wait_for_its_lane_waits_for_what_still_comes():
 
 @pytest.mark.parametrize("rate", [math.inf, 1e3])
 @pytest.mark.parametrize(("stages", "rounds", "latency"), [(2, 3, 0.025), (4, 2, 0.2), (4, 3, 1.0), (6, 2, 0.5)])
-def test_1f1b_with_a_latency_takes_what_its_formula_says(stages, rounds, latency, rate):
+def test_1f1b_with_latency_takes_the_time_of_its_formula(stages, rounds, latency, rate):
     """P stages, k P micro-batches, f and b for the passes of one, a hop h of bytes and latency. In a round the first
     stage's P micro-batches go to the last one and back: P (f + b) + 2 (P - 1) h.
     """
@@ -129,7 +129,7 @@ def test_1f1b_with_a_latency_takes_what_its_formula_says(stages, rounds, latency
     assert max(passes) == pytest.approx(formula)
 
 
-def test_a_send_waits_for_its_receive_and_holds_its_lane():
+def test_simulated_send_waits_for_its_receive_and_holds_its_lane():
     waits = [compute(), replace(receive(0), reads=(OUTPUT,))]
     schedule = by_hand(TWO, [[send(1)], waits])
     timeline = play(schedule, costs(rate=100), steps=1)
@@ -138,14 +138,14 @@ def test_a_send_waits_for_its_receive_and_holds_its_lane():
 
 
 @pytest.mark.parametrize(("duplex", "expected"), [(True, 1.0), (False, 2.0)])
-def test_two_directions_share_a_half_duplex_link_only(duplex, expected):
+def test_two_directions_share_only_a_half_duplex_link(duplex, expected):
     rank0 = [send(1), receive(1, lane=Lane.INTER_G, buffer="G.0")]
     rank1 = [receive(0), send(0, lane=Lane.INTER_G, buffer="G.1")]
     model = costs(between=LinkModel(100, full_duplex=duplex))
     assert ends(by_hand(TWO, [rank0, rank1]), model, 0) == [pytest.approx(expected)] * 2
 
 
-def test_transfers_in_flight_share_a_link_until_one_has_ended():
+def test_concurrent_transfers_share_a_link_until_one_ends():
     """100 and 200 bytes over 100 bytes/s: side by side until 2 s, the rest of the larger one alone until 3 s."""
     large = [send(1, lane=Lane.INTER_G, buffer="H.0"), receive(0, lane=Lane.INTER_G, buffer="H.1")]
     schedule = by_hand(TWO, [[send(1), large[0]], [receive(0), large[1]]], pools=(Pool("H", Kind.GRADIENT, 2, 50),))
@@ -159,7 +159,7 @@ def test_the_ranks_of_a_node_share_its_link_unless_each_has_its_own(shared, expe
     assert ends(by_hand(Topology.grid(2, 2), programs), model, 3) == [pytest.approx(expected)]
 
 
-def test_a_slow_node_slows_what_passes_its_link():
+def test_slow_node_slows_transfers_over_its_link():
     schedule = by_hand(Topology.grid(3, 1), [[send(1), send(2, lane=Lane.INTER_G)], [receive(0)], [
         receive(0, lane=Lane.INTER_G)]])  # fmt: skip
     model = costs(between=LinkModel(100), between_of={2: LinkModel(25)})
@@ -191,7 +191,7 @@ def test_a_node_collective_uses_the_fast_link(shared, expected):
     assert ends(schedule, costs(inside=LinkModel(100, shared=shared)), 4) == [pytest.approx(expected)]
 
 
-def test_a_collective_begins_with_its_last_member():
+def test_simulated_collective_begins_with_its_last_member():
     early = _collective("all_gather", "rail", Lane.INTER_W, "S.0", "W.0")
     late = replace(early, reads=(*early.reads, OUTPUT))
     timeline = play(by_hand(TWO, [[early], [compute(), late]]), costs(rate=100), steps=1)
@@ -200,21 +200,21 @@ def test_a_collective_begins_with_its_last_member():
 
 
 @pytest.mark.parametrize(("algorithm", "pieces"), [("ring", 3), ("pairwise", 4)])
-def test_a_reduction_over_the_world_costs_what_its_algorithm_sends(algorithm, pieces):
+def test_world_reduction_costs_what_its_algorithm_sends(algorithm, pieces):
     """2 x 2 ranks: the ring passes 3 pieces over each node's link, each of 2 ranks sends 2 pieces away pairwise."""
     action = _collective("reduce_scatter", "world", Lane.INTER_G, "A.0", "G.0")
     schedule = by_hand(Topology.grid(2, 2), [[action]] * 4, pools=(Pool("A", Kind.GRADIENT, 1, 100),))
     assert ends(schedule, costs(rate=100, reduce_scatter=algorithm), 0) == [pytest.approx(pieces)]
 
 
-def test_a_buffer_is_written_when_its_last_reader_is_done():
+def test_buffer_is_rewritten_after_its_last_reader():
     rank1 = [receive(0, buffer="W.1"), compute("W.1"), receive(0, buffer="W.1")]
     schedule = by_hand(TWO, [[send(1), send(1)], rank1])
     assert ends(schedule, costs(rate=100), 1) == [pytest.approx(1.0), pytest.approx(1.1), pytest.approx(2.1)]
     assert ends(unlimited_buffers(schedule), costs(rate=100), 1)[2] == pytest.approx(2.0)
 
 
-def test_a_link_shares_what_others_cannot_use():
+def test_link_capacity_unused_by_one_flow_goes_to_others():
     def flow(**ports):
         return Flow(tuple(((name, 0, "out"), amount) for name, amount in ports.items()), None)
 
@@ -223,7 +223,7 @@ def test_a_link_shares_what_others_cannot_use():
     assert [rates[f] * 10 for f in (a, b, c)] == pytest.approx([5.0, 5.0, 95.0])
 
 
-def test_micro_batches_cost_by_their_size():
+def test_micro_batches_cost_time_by_their_size():
     block = BlockCost(Seconds(1.0, 0.5, 0.25), Seconds())
     model = CostModel((BlockCost(), block, BlockCost()), FREE, FREE, sizes={0: MicroBatchSize(4, 8)})
     schedule = by_hand(Topology.grid(1, 1), [[compute()]])
@@ -248,7 +248,7 @@ def _without(op: Op, lane: Lane):
     return change
 
 
-def test_grouping_matters_on_the_links_that_are_there():
+def test_ungrouped_schedule_sends_more_over_the_physical_links():
     """Without grouping, for six nodes of one rank each, more crosses the links of the three real nodes."""
     topology = Topology.grid(3, 2)
     grouped, alone = (made(*grid, strategy="tawpipe-spread", reuse=False) for grid in ((3, 2), (6, 1)))
@@ -260,7 +260,7 @@ def test_grouping_matters_on_the_links_that_are_there():
     assert ratio == pytest.approx((5 / 6) / (2 / 3))
 
 
-def test_a_deadlock_names_what_waits_for_what():
+def test_deadlock_names_the_waiting_actions():
     schedule = _edit(made(2, 2, layers=1, strategy="tawpipe-whole"), 1, _without(Op.COLLECTIVE, Lane.REDUCE))
     with pytest.raises(ScheduleError, match="deadlock"):
         verify(schedule, steps=1)
@@ -268,13 +268,13 @@ def test_a_deadlock_names_what_waits_for_what():
         play(schedule, costs(1), steps=1)
 
 
-def test_an_exchange_without_its_other_side_is_named():
+def test_unmatched_exchange_is_named():
     schedule = by_hand(TWO, [[send(1), receive(1, lane=Lane.INTER_G)], [receive(0)]])
     with pytest.raises(ScheduleError, match="waits for rank 1 to send u0"):
         play(schedule, costs(), steps=1)
 
 
-def test_lanes_that_wait_for_each_other_are_named():
+def test_lanes_in_a_circular_wait_are_named():
     """Each side receives before it sends."""
     rank0 = [receive(1, buffer="W.1"), compute("W.1"), send(1, buffer="W.1")]
     rank1 = [receive(0, buffer="W.1"), send(0, buffer="W.1")]
@@ -285,7 +285,7 @@ def test_lanes_that_wait_for_each_other_are_named():
 
 
 @pytest.mark.parametrize("lane", [Lane.INTER_W, Lane.GATHER, Lane.REDUCE])
-def test_operations_that_do_not_match_are_refused(lane):
+def test_mismatched_operations_are_refused(lane):
     def swap(program):
         a, b = [i for i, action in enumerate(program) if action.lane is lane][:2]
         program[a], program[b] = program[b], program[a]
@@ -305,7 +305,7 @@ def shaped(shape: StepSpec, *, training: bool = True, **changes: Any) -> Schedul
 
 @settings(max_examples=30, deadline=None)
 @given(shape=shapes(), training=st.booleans())
-def test_what_is_proved_plays_and_moves_the_counted_bytes(shape, training):
+def test_verified_schedule_simulates_and_moves_the_counted_bytes(shape, training):
     schedule = shaped(shape, training=training)
     model = costs(MOST_LAYERS, weight_bytes=2, gradient_bytes=4, reduce_scatter="ring")
     timeline = play(schedule, model, steps=2)
@@ -321,13 +321,13 @@ def test_what_is_proved_plays_and_moves_the_counted_bytes(shape, training):
 
 @settings(max_examples=20, deadline=None)
 @given(shape=shapes())
-def test_unlimited_buffers_leave_a_right_schedule(shape):
+def test_schedule_with_unlimited_buffers_verifies(shape):
     verify(unlimited_buffers(shaped(shape)))
 
 
 @settings(max_examples=30, deadline=None)
 @given(shape=shapes())
-def test_dependencies_repeat_from_step_to_step(shape):
+def test_dependencies_repeat_in_every_step(shape):
     """The clock derives them from two steps and shifts them; here from four, directly."""
     for program in shaped(shape).programs:
         same, before = dependencies(program)
@@ -342,7 +342,7 @@ def test_dependencies_repeat_from_step_to_step(shape):
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(shape=shapes(), slower=st.floats(1.05, 4.0), rate=st.sampled_from([1e4, 5e4, 3e5]))
-def test_a_slower_link_never_makes_a_step_faster(shape, slower, rate):
+def test_slower_link_never_shortens_a_step(shape, slower, rate):
     """Fair sharing has anomalies in theory, like every list schedule: hence a tolerance, and examples that stay."""
     schedule = shaped(shape)
     fast = play(schedule, costs(MOST_LAYERS, rate=rate), steps=1).makespan
@@ -351,7 +351,7 @@ def test_a_slower_link_never_makes_a_step_faster(shape, slower, rate):
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(shape=shapes(), latency=st.floats(0, 0.6))
-def test_more_look_ahead_is_never_slower_where_nothing_is_shared(shape, latency):
+def test_more_prefetch_never_slows_a_step_without_shared_links(shape, latency):
     """With transfers of fixed length every wait that is taken away can only help. Where links are shared that does not
     hold: what is needed later takes bandwidth from what is needed now. Nor where copies that are kept make room: others
     are brought then."""
@@ -361,7 +361,7 @@ def test_more_look_ahead_is_never_slower_where_nothing_is_shared(shape, latency)
     assert play(more, model, steps=1).makespan <= play(less, model, steps=1).makespan + 1e-9
 
 
-def test_a_look_ahead_hides_what_no_look_ahead_shows():
+def test_prefetching_hides_transfer_time():
     steps = [
         play(made(2, 2, count=8, strategy="tawpipe-spread", look_ahead=n, reuse=False), costs()).step_seconds
         for n in (0, 1, 2)
@@ -373,12 +373,12 @@ def test_a_look_ahead_hides_what_no_look_ahead_shows():
 # what is read from a timeline
 
 
-def test_steps_become_periodic():
+def test_simulated_steps_become_periodic():
     times = play(made(3, 2, strategy="tawpipe-striped", layers=5), costs(5, rate=3e4), steps=5).step_times
     assert times[2:] == pytest.approx([times[2]] * 3)
 
 
-def test_busy_and_idle_time_make_up_the_step():
+def test_busy_and_idle_time_add_up_to_the_step():
     timeline = play(made(3, 2, count=12, strategy="tawpipe-spread"), costs(rate=2e4))
     for rank in range(6):
         spans = timeline.spans(rank, lane=Lane.COMPUTE, step=timeline.steady_step)
@@ -388,7 +388,7 @@ def test_busy_and_idle_time_make_up_the_step():
     assert timeline.exposed_communication_s == pytest.approx(timeline.idle_s, rel=1e-6)
 
 
-def test_waiting_for_a_slow_device_is_not_communication():
+def test_waiting_for_a_slow_device_is_not_counted_as_communication():
     timeline = play(made(1, 2, strategy="tawpipe-spread"), costs(inside=FREE, compute_factor={1: 2.0}))
     idle = timeline.idle(0)
     assert idle.transfer_s == pytest.approx(0.0, abs=1e-9)
@@ -399,6 +399,6 @@ def test_waiting_for_a_slow_device_is_not_communication():
 # cost models
 
 
-def test_a_block_without_costs_is_named():
+def test_missing_block_costs_are_named():
     with pytest.raises(UserError, match="costs of block"):
         play(made(1, 1, layers=5, strategy="tawpipe-spread"), costs(2))

@@ -45,7 +45,7 @@ def schedule_of(bins: Bins, *, local: int = 2) -> Schedule:
     return build(step_of(model, Topology.grid(world // local, local), settings, numbers, shared=shared))
 
 
-def test_two_rounds_of_uneven_bins_take_the_longest_of_each() -> None:
+def test_two_rounds_of_uneven_packs_take_the_longest_of_each() -> None:
     lengths = (10, 3, 3, 6, 4, 2)
     bins = Bins((), ((Bin((0,)), Bin((1, 2))), (Bin((3,)), Bin((4, 5)))), 1, lengths, work())
     first, second = TOKEN_S * 10 + PAIR_S * 100, TOKEN_S * 6 + PAIR_S * 36  # the other rank has fewer tokens or pairs
@@ -53,7 +53,7 @@ def test_two_rounds_of_uneven_bins_take_the_longest_of_each() -> None:
     assert taken == pytest.approx(4 * LAYERS * (first + second)) == pytest.approx(bins.seconds)
 
 
-def test_an_empty_bin_takes_nothing() -> None:
+def test_empty_pack_takes_no_time() -> None:
     bins = Bins((), ((Bin((0,)), Bin(())),), 1, (10,), work())
     one = Seconds(1.0, TOKEN_S, PAIR_S)
     model = replace(costs(), blocks=(BlockCost(), *[BlockCost(one, one)] * LAYERS, BlockCost())).with_bins(bins)
@@ -65,7 +65,7 @@ def test_an_empty_bin_takes_nothing() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("windowed", [0, 2, LAYERS])
-def test_where_links_are_free_a_step_takes_what_its_longest_bins_take(ranks: int, windowed: int) -> None:
+def test_step_with_free_links_takes_the_time_of_its_longest_packs(ranks: int, windowed: int) -> None:
     draw = Random(ranks)
     lengths = [min(60, int(draw.lognormvariate(1.5, 1.2)) + 1) for _ in range(60)] + [75] * (ranks - 1)
     bins = deal(lengths, world_size=4, cap=60, work=work(windowed), ranks=ranks)
@@ -76,7 +76,7 @@ def test_where_links_are_free_a_step_takes_what_its_longest_bins_take(ranks: int
     assert bins.seconds * 0.9 < taken < bins.seconds * (1.1 if ranks > 1 else 1.0001)
 
 
-def test_what_moves_with_a_micro_batch_is_as_large_as_its_bin() -> None:
+def test_transfers_of_a_micro_batch_scale_with_its_pack() -> None:
     bins = Bins(((Bin((0,), 2), Bin((1,), 2)),), ((Bin((2,)), Bin((3,)), Bin(()), Bin(())),), 2, (8, 6, 5, 3), work())
     model = costs(boundary_bytes=100, key_elements=7, host=LinkModel(1000.0)).with_bins(bins)
     step = schedule_of(bins).step

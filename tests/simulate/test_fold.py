@@ -39,7 +39,9 @@ def costs(layers: int, *, shared: bool = True, **settings) -> CostModel:
     shared=st.booleans(),
     exact=st.booleans(),
 )
-def test_one_rank_takes_as_long_as_all(nodes, local, kind, per_rank, per_visit, look_ahead, shared, exact):
+def test_folded_simulation_of_one_rank_equals_all_ranks(
+    nodes, local, kind, per_rank, per_visit, look_ahead, shared, exact
+):
     strategy, scope = kind
     topology, prices = Topology.grid(nodes, local), costs(4, shared=shared)
     step = step_for(
@@ -70,7 +72,7 @@ def test_one_rank_takes_as_long_as_all(nodes, local, kind, per_rank, per_visit, 
     each=st.integers(1, 7),
     shared=st.booleans(),
 )
-def test_one_pipeline_takes_as_long_as_several(nodes, local, kind, axis, each, shared):
+def test_folded_simulation_of_one_pipeline_equals_all_pipelines(nodes, local, kind, axis, each, shared):
     topology, prices = Topology.grid(nodes, local), costs(6, shared=shared)
     positions = Positions(topology, axis)
     each = each if makes_groups(each, positions.size) else positions.size
@@ -89,7 +91,7 @@ def test_one_pipeline_takes_as_long_as_several(nodes, local, kind, axis, each, s
     ("nodes", "local", "groups"), [(4, 2, "4/2/4"), (2, 4, "2/1/4"), (4, 1, "2/2/4"), (1, 4, "2/4/4")]
 )
 @pytest.mark.parametrize("shared", [True, False])
-def test_one_rank_takes_as_long_as_all_its_groups(nodes, local, groups, shared):
+def test_folded_simulation_of_one_rank_equals_all_groups(nodes, local, groups, shared):
     topology, prices = Topology.grid(nodes, local), costs(4, shared=shared)
     step = step_for(llama(4), topology, 2 * topology.world_size, strategy="tawpipe-groups", groups=groups)
     assert foldable(step, prices)
@@ -99,7 +101,7 @@ def test_one_rank_takes_as_long_as_all_its_groups(nodes, local, groups, shared):
     assert (one.sent, one.received, one.inside) == pytest.approx((real.sent, real.received, real.inside))
 
 
-def test_what_cannot_be_folded():
+def test_uneven_steps_cannot_be_folded():
     def step(strategy, count=8):
         return step_for(llama(4), Topology.grid(2, 2), count, strategy=strategy)
 
@@ -112,7 +114,7 @@ def test_what_cannot_be_folded():
 
 
 @pytest.mark.slow
-def test_thousands_of_devices_are_played_by_one():
+def test_thousands_of_devices_are_simulated_by_one_rank():
     layers = 126
     step = step_for(llama(layers), Topology.grid(512, 8), 16 * 4096, strategy="tawpipe-spread")
     assert len(stand_ins(step)) == 1

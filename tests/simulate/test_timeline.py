@@ -27,7 +27,7 @@ def played(schedule: Schedule) -> Timeline:
     return play(schedule, CostModel(blocks, between=link, inside=LinkModel(1e5)), steps=4)
 
 
-def test_every_action_of_every_step_has_a_number_of_its_own(schedule: Schedule) -> None:
+def test_every_action_of_every_step_has_a_unique_number(schedule: Schedule) -> None:
     record = Record(schedule, 3)
     numbers = [
         record.number(rank, step, index)
@@ -43,13 +43,13 @@ def test_every_action_of_every_step_has_a_number_of_its_own(schedule: Schedule) 
         assert record.action(number) is schedule.programs[rank][index]
 
 
-def test_steps_follow_each_other_and_the_steady_one_has_neighbours(played: Timeline) -> None:
+def test_step_times_add_up_to_the_makespan(played: Timeline) -> None:
     assert sum(played.step_times) == pytest.approx(played.makespan)
     assert list(played.step_ends) == sorted(played.step_ends)
     assert played.steady_step == 2 and played.step_seconds == played.step_times[2]
 
 
-def test_computing_and_idle_time_are_all_of_a_device(played: Timeline) -> None:
+def test_computing_and_idle_time_cover_every_device(played: Timeline) -> None:
     for rank in range(4):
         spans = list(played.spans(rank, lane=Lane.COMPUTE))
         busy = sum(span.end - span.start for span in spans)
@@ -59,7 +59,7 @@ def test_computing_and_idle_time_are_all_of_a_device(played: Timeline) -> None:
     assert played.idle_s == pytest.approx(mean) and 0 < played.exposed_communication_s <= played.idle_s
 
 
-def test_a_gap_is_followed_back_to_the_rank_that_others_waited_for(schedule: Schedule) -> None:
+def test_idle_gap_is_traced_to_the_rank_that_caused_it(schedule: Schedule) -> None:
     """COMPUTE of rank 0 waits for a transfer whose other member comes late, since it was computing until then."""
     record = Record(schedule, 1)
     record.start, record.begin, record.end = ([0.0] * record.total for _ in range(3))

@@ -17,7 +17,7 @@ from tawpipe.simulate.transfers import Transfers, messages, ring, tree
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("root", [0, -1])
-def test_a_tree_reaches_everybody_once_from_those_who_have_it(size: int, root: int) -> None:
+def test_broadcast_tree_reaches_every_member_once(size: int, root: int) -> None:
     members = tuple(range(10, 10 + size))
     have = {members[root]}
     for pairs in tree(members, members[root]):
@@ -31,7 +31,7 @@ def test_a_tree_reaches_everybody_once_from_those_who_have_it(size: int, root: i
     ("collective", "received"),
     [("all_gather", 3 / 4), ("reduce_scatter", 3 / 4), ("all_reduce", 6 / 4), ("broadcast", 1)],
 )
-def test_every_member_receives_its_share_and_as_much_is_sent(collective: str, received: float) -> None:
+def test_collective_members_receive_their_share_and_sends_match(collective: str, received: float) -> None:
     members = (3, 5, 6, 9)
     for how in ("pairwise", "ring"):
         moved = list(messages(collective, members, 800, root=5, reduce_scatter=how))
@@ -60,7 +60,7 @@ def transfers_of(**links) -> Transfers:
     return Transfers(schedule, CostModel((), weight_bytes=2, gradient_bytes=4, **links), schedule.topology)
 
 
-def test_a_message_between_nodes_passes_both_links_and_is_counted_once() -> None:
+def test_message_between_nodes_uses_both_links_and_counts_once() -> None:
     found = transfers_of()
     stripe = found.elements(0, Buffer.parse("home.w.0"))
     load = found.part(0, 2, Transfer(True, 2, 0, Buffer.parse("home.w.0")))
@@ -72,7 +72,7 @@ def test_a_message_between_nodes_passes_both_links_and_is_counted_once() -> None
     assert set(ports) == {("between", 0, "both"), ("between", 2, "both")}
 
 
-def test_what_stays_in_a_node_passes_no_link_between_nodes() -> None:
+def test_collective_inside_a_node_uses_no_link_between_nodes() -> None:
     found = transfers_of()
     action = next(a for a in found_program() if a.op is Op.COLLECTIVE and a.lane is Lane.GATHER)
     load = found.collective(action, (0, 1), 0)
@@ -91,18 +91,18 @@ def found_program():
     ("collective", "seconds"),
     [("all_gather", 1.25), ("all_reduce", 2.5), ("reduce", 1.75), ("broadcast", 0.75), ("reduce_scatter", 1.5)],
 )
-def test_latency_is_that_of_the_longest_chain_of_messages(collective: str, seconds: float) -> None:
+def test_collective_latency_is_that_of_the_longest_message_chain(collective: str, seconds: float) -> None:
     """Ranks 0 and 1 are in one node, 2 and 3 in the other: 0.25 s inside, 0.5 s between."""
     assert transfers_of().latency(collective, (0, 1, 2, 3), 0) == seconds
     assert transfers_of().latency(collective, (0,), 0) == 0
 
 
-def test_a_few_numbers_from_each_to_each_take_two_latencies() -> None:
+def test_norm_over_all_ranks_takes_two_latencies() -> None:
     norm, groups = Action(Op.NORM, Lane.COMPUTE, group="world"), ((0,), (0, 1), (0, 1, 2, 3))
     assert [transfers_of().norm(norm, members, 0).delay_s for members in groups] == [0, 0.5, 1.0]
 
 
-def test_a_link_without_a_limit_is_no_port_and_a_buffer_that_is_not_there_is_named() -> None:
+def test_unlimited_link_is_no_port_and_a_missing_buffer_is_named() -> None:
     free = transfers_of(between=LinkModel(float("inf")))
     assert free.part(0, 2, Transfer(True, 2, 0, Buffer.parse("home.w.0"))).ports == ()
     with pytest.raises(ScheduleError, match=r"W0\.99 is in no pool and no home of rank 1"):
