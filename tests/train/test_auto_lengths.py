@@ -109,7 +109,7 @@ def prepared(data: str, limits: LengthLimits | int, **given: Any) -> PreparedDat
 # settings
 
 
-def test_the_word_is_read_and_written_and_a_number_is_taken_as_before(tmp_path):
+def test_sequence_length_auto_reads_back_and_numbers_are_accepted(tmp_path):
     config = load_config([])
     assert isinstance(config.sequence_length, Open) and config.sequence_length == 512 and config.global_batch == 8
     text = config_text(config)
@@ -124,7 +124,7 @@ def test_the_word_is_read_and_written_and_a_number_is_taken_as_before(tmp_path):
         load_config(["--sequence-length", "long"])
 
 
-def test_random_weights_keep_their_rows_and_steps_and_so_do_states_of_earlier_versions():
+def test_random_weights_and_older_checkpoints_keep_default_row_length():
     config = lengths_before_data(load_config([]), None, pretrained=False)
     assert config == TrainConfig(sequence_length=512, global_batch=8)
     assert with_length(config, 512, "balanced", 64) == config
@@ -148,12 +148,12 @@ def test_random_weights_keep_their_rows_and_steps_and_so_do_states_of_earlier_ve
         (("--sequence-length", "100"), 3000, "split", 1, 8, None),
     ],
 )
-def test_a_step_has_its_tokens_or_a_document_for_every_process(given, length, packing, processes, rows, tokens):
+def test_step_gets_its_tokens_or_a_document_per_process(given, length, packing, processes, rows, tokens):
     config = with_length(load_config(given), length, packing, processes)
     assert (config.global_batch, config.tokens_per_step) == (rows, tokens)
 
 
-def test_what_depends_on_the_length_is_checked_when_it_is_known():
+def test_settings_that_depend_on_the_length_are_checked_once_known():
     lengths_of = ("--evaluation.retrieval-lengths", "600", "--evaluation.every", "1")
     validate(load_config(["--output", "x", "--model", "model", *lengths_of]))
     with pytest.raises(UserError, match="got 600; at most --sequence-length, which is 512"):
@@ -170,7 +170,7 @@ def test_what_depends_on_the_length_is_checked_when_it_is_known():
         (("--rope.scaling", "linear", "--rope.factor", "2"), 2 * POSITIONS, "the model's positions"),
     ],
 )
-def test_a_document_has_room_in_the_model_in_a_step_and_in_a_bin(given, most, why):
+def test_document_limit_is_the_smallest_of_model_step_and_pack(given, most, why):
     config = load_config(["--model", "model", *given])
     limits = lengths.limits_of(config, RunModel(config))
     assert (limits.most, limits.why) == (most, why)
@@ -179,7 +179,7 @@ def test_a_document_has_room_in_the_model_in_a_step_and_in_a_bin(given, most, wh
 # data
 
 
-def test_the_longest_document_sets_the_length_within_the_limits(home):
+def test_longest_document_sets_the_row_length_within_the_limits(home):
     limits = LengthLimits(most=4000, why="the model's positions", text=4096)
     longest = longest_chat(home)
     cut = "2 chats were longer than 600 tokens (the model's positions)"
@@ -195,7 +195,7 @@ def test_the_longest_document_sets_the_length_within_the_limits(home):
     assert prepare_data(both, sequence_length=limits, seed=0, model="wide").report.sequence_length == 4000
 
 
-def test_a_long_text_beside_chats_is_cut_as_texts_are(home):
+def test_long_text_beside_chats_is_cut_as_a_text(home):
     limits = LengthLimits(most=9000, why="the model's positions", text=4096)
     both = DataSettings(data=["chats.jsonl", "texts.jsonl"], validation_fraction=0.0, cache_dir="cache")
     report = prepare_data(both, sequence_length=limits, seed=0, model="wide").report
@@ -203,7 +203,7 @@ def test_a_long_text_beside_chats_is_cut_as_texts_are(home):
     assert not report.read.troubles
 
 
-def test_short_documents_share_rows_of_the_usual_length(tmp_path):
+def test_short_documents_share_rows_of_the_default_length(tmp_path):
     (tmp_path / "short.txt").write_text("word1 word2")
     (tmp_path / "other.txt").write_text("word3 word2")
     limits = LengthLimits(most=4000, why="", text=4096)
@@ -211,7 +211,7 @@ def test_short_documents_share_rows_of_the_usual_length(tmp_path):
     assert prepared(str(tmp_path / "*.txt"), replace(limits, most=300)).report.sequence_length == 300
 
 
-def test_a_stream_has_a_limit_and_a_look_at_the_first_documents_follows_them(home):
+def test_stream_length_has_a_limit_and_first_documents_set_a_dry_run(home):
     limits = LengthLimits(most=16384, why="the model's positions", text=4096)
     assert prepared("chats.jsonl", limits, streaming=True).report.sequence_length == 8192
     assert prepared("texts.jsonl", limits, streaming=True).report.sequence_length == 4096
@@ -223,7 +223,7 @@ def test_a_stream_has_a_limit_and_a_look_at_the_first_documents_follows_them(hom
 # runs
 
 
-def test_a_run_says_and_keeps_its_length_and_a_resumed_one_has_the_same(home, capsys):
+def test_run_reports_and_saves_its_length_and_a_resumed_run_keeps_it(home, capsys):
     given = ("--model", "wide", "--data", "chats.jsonl")
     longest = longest_chat(home)
     assert train("first", *given) == 0
@@ -247,7 +247,7 @@ def long_chat() -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_memory_ends_the_length_and_the_same_settings_run_by_hand(home, capsys, monkeypatch):
+def test_memory_limits_the_length_and_equal_settings_give_equal_losses(home, capsys, monkeypatch):
     real = lengths.holds
     monkeypatch.setattr(lengths, "holds", lambda request, step: real(request, step) and request.sequence_length < 1200)
     given = ("--model", "wide", "--data", "chats.jsonl", "--long-chats", "anywhere")
@@ -262,7 +262,7 @@ def test_memory_ends_the_length_and_the_same_settings_run_by_hand(home, capsys, 
 
 
 @pytest.mark.slow
-def test_positions_end_the_length_and_rows_are_those_that_were_asked_for(home):
+def test_positions_limit_the_length_and_requested_rows_are_kept(home):
     assert train("rows", "--model", "model", "--data", "texts.jsonl", "--global-batch", "2") == 0
     assert saved("rows")["sequence_length"] == POSITIONS and saved("rows")["global_batch"] == 2
     assert saved("rows")["tokens_per_step"] is None
@@ -271,7 +271,7 @@ def test_positions_end_the_length_and_rows_are_those_that_were_asked_for(home):
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_steps_of_one(home):
+def test_auto_length_and_losses_are_equal_on_two_processes(home):
     given = ("--model", "model", "--data", "chats.jsonl", "--steps", "2")
     assert train("alone", *given) == 0
     two = run_tawpipe(["train", "--nproc", "2", "--nodes", "1", "--output", "two", *QUICK, *given], environment(), 300)

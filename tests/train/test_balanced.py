@@ -49,7 +49,7 @@ def alone(home: Path, output: str, *words: str) -> int:
 
 
 @pytest.mark.slow
-def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, one):
+def test_balanced_steps_are_equal_on_any_process_count_and_after_resume(home, one):
     two = run_forked(home, "two", *BALANCED, "--nproc", "2", "--nodes", "1", "--report", str(home / "two.html"))
     assert two.returncode == 0, two.stderr
     assert "long.txt" in two.stdout and "documents in" in two.stdout
@@ -68,7 +68,7 @@ def test_steps_are_the_same_on_any_number_of_processes_and_after_a_resume(home, 
 
 
 @pytest.mark.slow
-def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, one):
+def test_pipeline_with_sliced_documents_takes_equal_steps(home, one):
     words = ("--nproc", "2", "--nodes", "1", "--schedule.strategy", "1f1b", "--bin-tokens", "90")
     piped = run_forked(home, "piped", *BALANCED, *words)
     assert piped.returncode == 0, piped.stderr
@@ -90,7 +90,7 @@ def test_a_pipeline_takes_the_same_steps_with_long_documents_in_slices(home, one
             assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
-def test_a_document_that_no_bin_holds_is_named_with_what_would_make_it_fit(home, capsys):
+def test_document_larger_than_a_pack_is_named_with_ways_out(home, capsys):
     assert alone(home, "small", "--bin-tokens", "50") == 2
     said = capsys.readouterr().err
     assert "--bin-tokens: got 50; at least 200" in said and "long.txt" in said
@@ -99,7 +99,7 @@ def test_a_document_that_no_bin_holds_is_named_with_what_would_make_it_fit(home,
     assert "--max-document: got 300; at most 256" in capsys.readouterr().err
 
 
-def test_a_worker_deals_as_anybody_does_and_its_end_is_no_harm():
+def test_dealer_worker_deals_as_the_main_process_and_may_die():
     draw, dealer = random.Random(0), Dealer()
     by = partial(deal, world_size=4, cap=800, work=LayerTime((LayerKind(2, 50.0, 1.0, window=64),)), ranks=2)
     lengths = [draw.randint(1, 1000) for _ in range(50)]
@@ -112,7 +112,7 @@ def test_a_worker_deals_as_anybody_does_and_its_end_is_no_harm():
     dealer.close()
 
 
-def test_few_documents_are_dealt_here_unless_that_means_a_search_for_their_places():
+def test_few_documents_are_dealt_in_process_unless_a_search_is_needed():
     use = find("generated")
     step = step_of(llama(4), Topology.grid(2, 1), ScheduleSettings(), ((),) * 2, strategy=use)
     work, lengths = LayerTime((LayerKind(2, 50.0, 1.0),)), [300, 20, 70, 5]
@@ -128,7 +128,7 @@ def test_few_documents_are_dealt_here_unless_that_means_a_search_for_their_place
 @pytest.mark.parametrize("world_size", [1, 2, 7, 64])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("tokens", [600, 5000])
-def test_bins_have_room_for_any_document_and_rows_for_the_tokens_of_a_step(world_size, ranks, tokens):
+def test_packs_hold_any_document_and_rows_hold_the_tokens_of_a_step(world_size, ranks, tokens):
     schedule = ScheduleSettings(sequence_ranks=ranks)
     config = TrainConfig(tokens_per_step=tokens, max_document=600, schedule=schedule)
     batch = BatchShape.of(config, "balanced", world_size)

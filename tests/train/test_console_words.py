@@ -21,7 +21,7 @@ def before_the_first_step(said: str) -> list[str]:
 
 
 @pytest.mark.parametrize("data", [pytest.param([], marks=pytest.mark.slow), ["--data", __file__, "--plan", "none"]])
-def test_a_run_says_little_before_its_first_step(
+def test_run_prints_few_plain_lines_before_its_first_step(
     data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One with the defaults, and a smaller one."""
@@ -35,7 +35,7 @@ def test_a_run_says_little_before_its_first_step(
 
 
 @pytest.mark.slow
-def test_a_chat_model_is_asked_a_question_of_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sample_of_a_chat_model_is_a_question_from_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", *SHORT, "--steps", "1", "--sequence-length", "64", "--vocab-size", "300", "--plan", "none"]
     words += ["--data", str(EXAMPLES / "chats.jsonl"), "--sample.tokens", "2", "--global-batch", "2"]
     assert main([*words, "--output", str(tmp_path / "run")]) == 0
@@ -44,12 +44,12 @@ def test_a_chat_model_is_asked_a_question_of_its_data(tmp_path: Path, capsys: py
     assert re.search(r"capital of \w+", sample) and sample.endswith("<|assistant|>"), said
 
 
-def test_a_type_that_others_have_is_said_not_to_be_supported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dtype_float16_is_refused_as_unsupported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--dtype", "float16"]) == 2
     assert "--dtype: got 'float16'; float16 is not supported: its narrow range" in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_yaml_is_said_with_its_line(tmp_path: Path) -> None:
+def test_yaml_error_is_reported_with_its_line(tmp_path: Path) -> None:
     for text, said in (("a: 1\n\tb: 2\n", "line 2 has a tab; use spaces"), ("a: [1\n", "line 1: ")):
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(Exception, match=said):

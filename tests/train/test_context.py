@@ -64,7 +64,7 @@ def test_a_context_is_extended_in_phases(home, few_strategies, capsys):
 
 
 @pytest.mark.slow
-def test_the_loss_by_position_is_written_and_changes_nothing(home, capsys):
+def test_evaluation_by_position_is_written_and_changes_no_loss(home, capsys):
     words = (*YARN, "--export.enabled", "false", "--checkpoint.every", "0")
     page = home / "curve.html"
     assert alone(home, "plain", *words) == 0
@@ -92,7 +92,7 @@ ASKED = ("--evaluation.retrieval-lengths", "256", "224", "--evaluation.retrieval
 
 
 @pytest.mark.slow
-def test_hidden_facts_are_asked_for_at_every_length_and_depth(home, monkeypatch, capsys):
+def test_retrieval_is_evaluated_at_every_length_and_depth(home, monkeypatch, capsys):
     """The plain model that the run exports says the same on the same rows."""
     monkeypatch.setattr(memory, "PAST_KEYS", 256)  # what chunks need is measured on rows that are no longer than these
     words = (*LONG, *ASKED, "--evaluation.retrieval-samples", "2", "--checkpoint.every", "0", "--dtype", "float64")
@@ -129,7 +129,7 @@ def test_hidden_facts_are_asked_for_at_every_length_and_depth(home, monkeypatch,
 
 
 @pytest.mark.slow
-def test_a_fact_that_the_model_has_learned_is_found(home, tmp_path, capsys):
+def test_learned_fact_is_found_by_the_retrieval_evaluation(home, tmp_path, capsys):
     words = (
         *LONG,
         *ASKED,
@@ -166,7 +166,7 @@ def test_a_fact_that_the_model_has_learned_is_found(home, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_model_is_evaluated_without_a_step(home, few_strategies, capsys):
+def test_run_of_zero_steps_evaluates_as_the_training_run_did(home, few_strategies, capsys):
     """It says what the run that trained the model said at its end."""
     words = ("--evaluation.by-position", "3", *ASKED, "--plan", "auto", "--packing", "split")
     assert alone(home, "taught", *LONG, *words, "--dtype", "float64", "--export.dtype", "float64") == 0
@@ -194,12 +194,12 @@ def test_a_model_is_evaluated_without_a_step(home, few_strategies, capsys):
         ((*LONG, *ASKED[:1], "many"), "got ['many']; a list of whole numbers"),
     ],
 )
-def test_lengths_that_cannot_work_are_refused(home, capsys, words, refusal):
+def test_impossible_retrieval_lengths_are_refused(home, capsys, words, refusal):
     assert alone(home, "refused", *words) == 2
     assert f"--evaluation.retrieval-lengths: {refusal}" in capsys.readouterr().err
 
 
-def test_a_plan_knows_the_longer_context(home, capsys):
+def test_plan_accepts_rope_settings_for_a_longer_context(home, capsys):
     words = ["plan", "--model", str(home / "model"), "--topology", "2x2@1gbit", "--device-name", "CPU", "--json"]
     words += ["--sequence-length", "64", "--global-batch", "4", "--dtype", "float32"]
     assert main(words) == 2

@@ -54,7 +54,7 @@ def as_before(home: Path, output: str, **changed: str) -> Path:
     return folder
 
 
-def test_a_run_keeps_its_day_and_chats_of_an_earlier_version_are_refused(home, monkeypatch, capsys):
+def test_run_keeps_its_date_and_chats_of_an_older_version_are_refused(home, monkeypatch, capsys):
     on(monkeypatch, "2024-02-29")
     assert main(words(home, "chats", "--steps", "2")) == 0
     first = read_run(complete_states(home / "chats" / "checkpoints")[-1])
@@ -75,7 +75,7 @@ def test_a_run_keeps_its_day_and_chats_of_an_earlier_version_are_refused(home, m
     assert {path: path.stat().st_mtime_ns for path in (home / "chats").rglob("*")} == before
 
 
-def test_a_run_on_texts_of_an_earlier_version_goes_on(home, monkeypatch, capsys):
+def test_run_on_texts_of_an_older_version_resumes(home, monkeypatch, capsys):
     on(monkeypatch, "2024-02-29")
     assert main(words(home, "text", "--steps", "2")) == 0
     as_before(home, "text")

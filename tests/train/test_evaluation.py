@@ -46,7 +46,7 @@ def steps(home: Path, output: str) -> list[int]:
     return [read_run(path).step for path in complete_states(home / output / "checkpoints")]
 
 
-def test_a_run_that_does_not_gain_ends_and_exports_its_best_step(home, monkeypatch, capsys):
+def test_run_without_gain_ends_early_and_exports_its_best_step(home, monkeypatch, capsys):
     losses(monkeypatch, 9.0, 3.0, 2.0, 1.95, 2.5)
     loops: list[Training] = []
     monkeypatch.setattr(Training, "write_samples", _noted(Training.write_samples, loops))
@@ -76,7 +76,7 @@ def test_a_run_that_does_not_gain_ends_and_exports_its_best_step(home, monkeypat
 
 
 @pytest.mark.slow
-def test_what_is_exported_of_the_best_step_is_what_a_run_that_ends_there_exports(home, monkeypatch):
+def test_export_of_the_best_step_equals_a_run_that_ends_at_that_step(home, monkeypatch):
     """The same weights, bit by bit."""
     losses(monkeypatch, 3.0, 2.0, 1.95)
     assert alone(home, "whole", "--checkpoint.best", "--steps", "3", "--optimizer.min-learning-rate-ratio", "1") == 0
@@ -87,7 +87,7 @@ def test_what_is_exported_of_the_best_step_is_what_a_run_that_ends_there_exports
 
 
 @pytest.mark.slow
-def test_a_resumed_run_knows_the_best_step_of_before(home, monkeypatch, capsys):
+def test_resumed_run_knows_its_earlier_best_step(home, monkeypatch, capsys):
     losses(monkeypatch, 3.0, 2.0, 2.5, 2.4)
     quiet = ("--sample.tokens", "0", "--export.enabled", "false", "--checkpoint.best", "--resume", "auto")
     quiet += ("--checkpoint.every", "1", "--evaluation.patience")
@@ -104,7 +104,7 @@ def test_a_resumed_run_knows_the_best_step_of_before(home, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_stays_only_where_it_is_asked_for(home, monkeypatch):
+def test_best_checkpoint_is_kept_only_if_requested(home, monkeypatch):
     words = ("--steps", "4", "--checkpoint.every", "2", "--sample.tokens", "0", "--export.enabled", "false")
     for output, asked, kept in (("newest", (), [4]), ("both", ("--checkpoint.best",), [2, 4])):
         losses(monkeypatch, 3.0, 2.0, 2.5, 2.4)
@@ -119,7 +119,7 @@ def test_the_best_checkpoint_stays_only_where_it_is_asked_for(home, monkeypatch)
         (("--evaluation.patience", "2"), ("--validation-fraction", "0"), "held-out"),
     ],
 )
-def test_what_is_best_must_be_measured(home, capsys, asked, words, said):
+def test_best_step_settings_need_an_evaluation(home, capsys, asked, words, said):
     assert alone(home, "unmeasured", *asked, *words) == 2
     error = capsys.readouterr().err
     assert asked[0] in error and said in error

@@ -60,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["base", "adapter"])
-def test_an_export_from_a_checkpoint_is_that_of_the_run(runs: Path, name: str, capsys) -> None:
+def test_export_from_a_checkpoint_equals_the_export_of_the_run(runs: Path, name: str, capsys) -> None:
     written = load_file(runs / name / "model" / "model.safetensors")
     moved = runs / f"{name}-moved"  # a run is where its folder is
     shutil.copytree(runs / name, moved)
@@ -76,7 +76,7 @@ def test_an_export_from_a_checkpoint_is_that_of_the_run(runs: Path, name: str, c
 
 
 @pytest.mark.parametrize("name", ["base", "adapter"])
-def test_an_export_in_few_bits(runs: Path, name: str, tmp_path: Path) -> None:
+def test_export_in_w4a16_writes_packed_weights(runs: Path, name: str, tmp_path: Path) -> None:
     assert main(["export", str(runs / name), "--format", "w4a16", "--output", str(tmp_path / "few")]) == 0
     names = load_file(tmp_path / "few" / "model.safetensors").keys()
     stem = "model.layers.0.self_attn.q_proj.weight"
@@ -84,13 +84,13 @@ def test_an_export_in_few_bits(runs: Path, name: str, tmp_path: Path) -> None:
     assert stem not in names and "quantization_config" in (tmp_path / "few" / "config.json").read_text()
 
 
-def test_an_adapter_alone_has_no_few_bits(runs: Path, capsys) -> None:
+def test_quantized_export_of_an_adapter_alone_is_refused(runs: Path, capsys) -> None:
     words = ["--model", str(runs / "base" / "model"), "--lora.rank", "2", "--export.format", "w8a8"]
     assert main(["train", *words, *WORDS, "--output", str(runs / "few")]) == 2
     assert "--export.format: got 'w8a8'; hf, or a merged adapter" in capsys.readouterr().err
 
 
-def test_what_cannot_be_exported_is_refused_with_a_reason(runs: Path, tmp_path: Path, capsys) -> None:
+def test_impossible_export_is_refused_with_a_reason(runs: Path, tmp_path: Path, capsys) -> None:
     for words, said in (
         (["--step", "3"], "--step: got 3; one of 2, 4"),
         (["--merge"], "--merge: got True; ignored"),
@@ -105,7 +105,7 @@ def test_what_cannot_be_exported_is_refused_with_a_reason(runs: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["base", "adapter"])
-def test_bytes_of_a_checkpoint_are_known_before(runs: Path, name: str) -> None:
+def test_checkpoint_bytes_are_predicted(runs: Path, name: str) -> None:
     config = load_config(["--config", str(runs / name / "config.yaml")])
     built = build_model(config.model, vocab_size=300, max_positions=32, lora=config.lora)
     said = state_bytes(config, built, Chain(built.model), DTYPES["float32"], factory_of(config))
@@ -132,7 +132,7 @@ def tampered(base: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_run_that_is_resumed_by_references_ends_as_it_would_have(runs: Path, tmp_path: Path) -> None:
+def test_adapter_run_resumed_from_references_ends_with_equal_files(runs: Path, tmp_path: Path) -> None:
     assert resumed(runs, tmp_path / "half") == 0
     for folder in ("checkpoints/step-00000004", "model"):
         expected = files_of(runs / "adapter" / folder)
@@ -154,7 +154,7 @@ def test_a_run_that_is_resumed_by_references_ends_as_it_would_have(runs: Path, t
     assert files_of(copied / "model") == files_of(tmp_path / "whole" / "model")
 
 
-def test_an_adapter_alone_is_exported_without_a_look_at_the_base(runs: Path, tmp_path: Path) -> None:
+def test_adapter_export_does_not_read_the_base(runs: Path, tmp_path: Path) -> None:
     assert resumed(runs, tmp_path / "alone", "--export.merge", "false") == 0
     written = files_of(tmp_path / "alone" / "model")
     other = tampered(runs / "base" / "model", tmp_path / "other")
@@ -163,7 +163,7 @@ def test_an_adapter_alone_is_exported_without_a_look_at_the_base(runs: Path, tmp
     assert written.keys() == {"adapter_model.safetensors"} and files_of(tmp_path / "again") == written
 
 
-def test_a_base_that_moves_changes_or_goes(runs: Path, tmp_path: Path, capsys) -> None:
+def test_moved_base_is_found_and_a_changed_or_missing_base_is_refused(runs: Path, tmp_path: Path, capsys) -> None:
     base, run = runs / "base" / "model", tmp_path / "run"
     moved, other = shutil.copytree(base, tmp_path / "moved"), tampered(base, tmp_path / "other")
     assert resumed(runs, run, "--model", str(moved)) == 0
@@ -198,7 +198,7 @@ def test_a_base_that_moves_changes_or_goes(runs: Path, tmp_path: Path, capsys) -
     assert main([*again, "--model", str(base)]) == 0
 
 
-def test_a_run_without_room_on_its_disk_is_refused_before_it_begins(runs: Path, monkeypatch, capsys) -> None:
+def test_run_without_disk_space_is_refused_before_it_starts(runs: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: SimpleNamespace(free=10 << 20))
     output = runs / "no-room"
     words = ["train", "--model", "tiny", "--vocab-size", "300", "--steps", "9", *WORDS, "--output", str(output)]
@@ -220,27 +220,29 @@ def test_a_run_without_room_on_its_disk_is_refused_before_it_begins(runs: Path, 
         ({"every": 3, "keep": 2}, 10, 2, 0),  # all steps are done
     ],
 )
-def test_checkpoints_that_are_there_at_one_time(changes: dict[str, int], done: int, there: int, most: int) -> None:
+def test_number_of_simultaneous_checkpoints_is_counted(
+    changes: dict[str, int], done: int, there: int, most: int
+) -> None:
     config = load_config(["--steps", "10"])
     config = replace(config, checkpoint=replace(config.checkpoint, **changes))
     assert checkpoints_at_most(config, done=done, there=there) == most
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
+def test_folder_that_is_not_a_run_is_named(tmp_path: Path):
     again = partial(export_again, tmp_path, step=None, merge=False, folder=None)
     for asked in (again, partial(export.run, [str(tmp_path)])):
         with pytest.raises(UserError, match="the output folder of a run"):
             asked()
 
 
-def test_parameters_are_read_of_the_same_model_alone(runs: Path):
+def test_saved_parameters_refuse_another_model(runs: Path):
     state = max((runs / "base" / "checkpoints").glob("step-*"))
     units = Chain(build_model("tiny", vocab_size=301, max_positions=64).model).units
     with pytest.raises(UserError, match="embed_tokens"):
         SavedParameters(state, units, DTYPES["float32"])
 
 
-def test_no_export_takes_the_place_of_what_it_is_made_from(runs: Path, tmp_path: Path):
+def test_export_into_its_own_source_folder_is_refused(runs: Path, tmp_path: Path):
     with pytest.raises(UserError, match=r"--output: .*--model is read from this one"):
         export_again(runs / "adapter", step=None, merge=False, folder=runs / "base" / "model")
     model = shutil.copytree(runs / "base" / "model", tmp_path / "model")
@@ -252,7 +254,7 @@ def test_no_export_takes_the_place_of_what_it_is_made_from(runs: Path, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "notes.txt"])
-def test_a_folder_with_other_things_is_not_replaced(tmp_path: Path, name: str):
+def test_export_refuses_to_replace_a_folder_with_other_files(tmp_path: Path, name: str):
     """Neither a run's nor a user's: what is there would go."""
     (tmp_path / name).write_text("mine")
     with pytest.raises(UserError, match="which is replaced"):

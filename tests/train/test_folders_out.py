@@ -70,7 +70,7 @@ def stops(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("template", [TURNS, None])
-def test_a_token_that_ends_learned_turns_is_among_the_stops(base: Path, template: str | None, capsys) -> None:
+def test_token_that_ends_learned_turns_is_exported_as_a_stop(base: Path, template: str | None, capsys) -> None:
     ends = tokenizer("<|turn_end|>", "<|ask|>", "<|im_start|>", "<|im_end|>").convert_tokens_to_ids(
         "<|turn_end|>" if template else "<|im_end|>"
     )
@@ -91,13 +91,13 @@ def test_a_token_that_ends_learned_turns_is_among_the_stops(base: Path, template
     assert stops(base.parent / "again") == [256, 299, ends]  # without its data
 
 
-def test_texts_add_no_stop_that_is_there(base: Path) -> None:
+def test_existing_stop_token_is_not_added_twice(base: Path) -> None:
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 256}))
     _, out = trained(base, rows=[{"text": f"A short text, number {number}."} for number in range(8)])
     assert stops(out / "model") == 256
 
 
-def test_files_of_the_tokenizer_are_carried_and_only_its_template_changes(base: Path) -> None:
+def test_tokenizer_files_are_copied_and_only_the_template_changes(base: Path) -> None:
     (base / "chat_template.jinja").write_text(TURNS)
     (base.parent / "mine.jinja").write_text(TURNS + "{{ '' }}")
     code, out = trained(base, "--chat-template", str(base.parent / "mine.jinja"))
@@ -107,7 +107,7 @@ def test_files_of_the_tokenizer_are_carried_and_only_its_template_changes(base: 
     assert (out / "model" / "chat_template.jinja").read_text() == TURNS + "{{ '' }}"
 
 
-def test_another_tokenizer_is_saved_and_nothing_of_the_base_s_is_left(base: Path) -> None:
+def test_another_tokenizer_replaces_all_tokenizer_files_of_the_base(base: Path) -> None:
     tokenizer("<|other|>").save_pretrained(base.parent / "other")
     (base / "merges.txt").write_text("")
     code, out = trained(base, "--tokenizer", str(base.parent / "other"), rows=[{"text": "some words"}] * 8)
@@ -115,7 +115,7 @@ def test_another_tokenizer_is_saved_and_nothing_of_the_base_s_is_left(base: Path
     assert "<|other|>" in AutoTokenizer.from_pretrained(out / "model").get_vocab()
 
 
-def test_a_tokenizer_that_cannot_be_saved_ends_the_run_before_its_first_step(base: Path, monkeypatch, capsys) -> None:
+def test_unsavable_tokenizer_ends_the_run_before_its_first_step(base: Path, monkeypatch, capsys) -> None:
     def fails(*_: object) -> None:
         raise NotImplementedError("not saved")
 
@@ -134,7 +134,7 @@ def test_an_unreadable_generation_config_is_named_before_the_first_step(base: Pa
 
 
 @pytest.mark.parametrize("checkpoint", ["1", "0"])
-def test_an_export_that_fails_says_how_to_go_on(base: Path, checkpoint: str, monkeypatch, capsys) -> None:
+def test_failed_export_names_the_export_command(base: Path, checkpoint: str, monkeypatch, capsys) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -146,7 +146,7 @@ def test_an_export_that_fails_says_how_to_go_on(base: Path, checkpoint: str, mon
     assert (f"`tawpipe export {out}`" in said) == (checkpoint == "1")
 
 
-def test_a_folder_that_is_not_what_it_was_to_be_is_named_and_stays(base: Path, monkeypatch, capsys) -> None:
+def test_wrong_exported_folder_is_named_and_kept(base: Path, monkeypatch, capsys) -> None:
     real = save_file
 
     def spoils(tensors: dict[str, Any], path: Path, **more: Any) -> None:
@@ -161,7 +161,7 @@ def test_a_folder_that_is_not_what_it_was_to_be_is_named_and_stays(base: Path, m
     assert (out / "model" / "model.safetensors").is_file()
 
 
-def test_tied_tensors_that_differ_are_found_by_a_dry_run(base: Path, capsys) -> None:
+def test_dry_run_finds_differing_tied_tensors(base: Path, capsys) -> None:
     tensors = load_file(base / "model.safetensors")
     config = json.loads((base / "config.json").read_text()) | {"tie_word_embeddings": True}
     (base / "config.json").write_text(json.dumps(config))
@@ -170,7 +170,7 @@ def test_tied_tensors_that_differ_are_found_by_a_dry_run(base: Path, capsys) -> 
     assert code == 2 and "tie_word_embeddings: false" in capsys.readouterr().err
 
 
-def test_what_is_computed_again_is_settled_by_memory_and_stays_in_the_state(base: Path, monkeypatch, capsys) -> None:
+def test_recompute_setting_is_chosen_by_memory_and_kept_in_checkpoints(base: Path, monkeypatch, capsys) -> None:
     steps = ("--checkpoint.every", "1", "--checkpoint.keep", "0")
     _, out = trained(base, *steps)
     assert read_run(complete_states(out / "checkpoints")[-1]).settled["recompute"] == "none"
@@ -181,7 +181,7 @@ def test_what_is_computed_again_is_settled_by_memory_and_stays_in_the_state(base
     assert read_run(complete_states(base.parent / "other" / "checkpoints")[-1]).settled["recompute"] == "full"
 
 
-def test_a_model_with_weights_is_trained_by_one_process_unless_its_user_says_otherwise(base: Path, capsys) -> None:
+def test_pretrained_model_is_trained_by_one_process_by_default(base: Path, capsys) -> None:
     (base.parent / "rows.jsonl").write_text(json.dumps({"text": "some words of a text"}) + "\n")
     words = ["train", "--model", str(base), "--data", str(base.parent / "rows.jsonl"), "--device", "cpu", "--dry-run"]
     words += ["--sequence-length", "64", "--validation-fraction", "0", "--output", str(base.parent / "out")]
@@ -191,7 +191,7 @@ def test_a_model_with_weights_is_trained_by_one_process_unless_its_user_says_oth
     assert "recompute" in said and "--timeouts" not in said
 
 
-def test_memory_that_runs_out_names_what_needs_less(base: Path, monkeypatch) -> None:
+def test_out_of_memory_error_suggests_recompute(base: Path, monkeypatch) -> None:
     from tawpipe.schedule.settings import ScheduleSettings
     from tawpipe.train.memory import naming_recompute
 
@@ -204,7 +204,7 @@ def test_memory_that_runs_out_names_what_needs_less(base: Path, monkeypatch) -> 
     assert not hasattr(other.value, "__notes__")
 
 
-def test_a_prompt_that_nobody_set_is_the_beginning_of_a_held_out_document(base: Path, capsys) -> None:
+def test_default_sample_prompt_is_the_start_of_a_held_out_document(base: Path, capsys) -> None:
     rows = [{"text": f"Number {number} of some texts that are long enough to be cut."} for number in range(40)]
     code, out = trained(base, "--sample.tokens", "2", "--validation-fraction", "0.2", rows=rows)
     prompt = json.loads((out / "samples.jsonl").read_text().splitlines()[0])["prompt"]

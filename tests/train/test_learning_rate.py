@@ -21,7 +21,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 7])
-def test_schedules_are_those_of_transformers_after_the_warm_up(name, warmup):
+def test_learning_rates_equal_transformers_after_the_warm_up(name, warmup):
     theirs, options = THEIRS[name]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     expected = get_scheduler(
@@ -36,7 +36,7 @@ def test_schedules_are_those_of_transformers_after_the_warm_up(name, warmup):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_schedule_falls_below_the_floor_or_rises_above_the_highest(name):
+def test_learning_rate_stays_between_its_floor_and_maximum(name):
     of = RunSpan(STEPS, 5, decay=10, least=0.3)
     factors = [factor(name, step, of) for step in range(5, STEPS)]
     assert factors[0] == 1 and min(factors) >= 0.3 and max(factors) == 1

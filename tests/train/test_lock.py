@@ -40,7 +40,7 @@ def held(folder: Path) -> bool:
         return True
 
 
-def test_another_run_is_refused_by_who_is_there_until_it_ends(tmp_path, other):
+def test_second_run_in_a_folder_is_refused_until_the_first_ends(tmp_path, other):
     with (
         pytest.raises(UserError, match=f"on {socket.gethostname()} by process {other.pid} since"),
         running_in(tmp_path),
@@ -52,20 +52,20 @@ def test_another_run_is_refused_by_who_is_there_until_it_ends(tmp_path, other):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_leaves_is_in_nobodys_way(tmp_path, other):
+def test_lock_file_of_a_killed_run_does_not_block(tmp_path, other):
     other.send_signal(signal.SIGKILL)
     other.wait()
     assert (tmp_path / NAME).exists() and not held(tmp_path)
 
 
-def test_a_process_that_is_about_to_end_is_waited_for(tmp_path, other):
+def test_lock_waits_for_a_process_that_is_about_to_end(tmp_path, other):
     assert other.stdin is not None
     other.stdin.close()
     with running_in(tmp_path, patience_s=60):
         assert json.loads((tmp_path / NAME).read_text())["process"] != other.pid
 
 
-def test_a_file_that_was_removed_meanwhile_is_not_taken_for_the_folder_s(tmp_path, monkeypatch):
+def test_lock_file_removed_before_locking_is_created_again(tmp_path, monkeypatch):
     """Between opening the file and locking it the run before may have ended and removed it."""
     flock, removed = fcntl.flock, []
 
@@ -88,7 +88,7 @@ def test_a_file_that_was_removed_meanwhile_is_not_taken_for_the_folder_s(tmp_pat
         ("damaged", True),
     ],
 )
-def test_without_locks_a_living_process_counts_and_one_elsewhere(tmp_path, monkeypatch, holder, free):
+def test_lock_without_flock_checks_for_a_living_process(tmp_path, monkeypatch, holder, free):
     def none(*_: int) -> None:
         raise OSError(38, "Function not implemented")
 

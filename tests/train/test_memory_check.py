@@ -75,7 +75,7 @@ def check(
     return memory.check_memory(planning, BATCH, measured, load, others, console)[0]
 
 
-def test_a_problem_in_timing_for_what_would_fit_is_said(monkeypatch, chain):
+def test_failed_timing_of_suggestions_is_reported(monkeypatch, chain):
     real, lines = Planning.ask, list[str]()
     untimed = lambda *args, timed=True, **rest: (None, "no times") if timed else real(*args, timed=timed, **rest)  # noqa: E731
     monkeypatch.setattr(Planning, "ask", untimed)
@@ -85,7 +85,7 @@ def test_a_problem_in_timing_for_what_would_fit_is_said(monkeypatch, chain):
 
 
 @pytest.mark.slow
-def test_a_step_to_come_may_hold_more_than_the_typical_one_and_is_what_is_said(monkeypatch, chain):
+def test_memory_check_covers_the_fullest_coming_step(monkeypatch, chain):
     monkeypatch.setattr(memory, "find", lambda _: SimpleNamespace(cuts_documents=True))  # one process is no pipeline
     few, full = (40, 30), (250, 240, 230, 220)
     needs = [check(monkeypatch, chain, memory_bytes=0, dealt=few, soon=soon) for soon in ((), (few,), (full, few))]
@@ -98,7 +98,7 @@ def no_other(config: TrainConfig) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypatch, chain):
+def test_run_that_needs_too_much_memory_is_refused_with_what_fits(monkeypatch, chain):
     asked, limit = {}, 0
 
     def ask(*args: Any, timed: bool = True, **rest: Any) -> Any:
@@ -122,7 +122,7 @@ def test_a_run_that_needs_more_than_there_is_is_refused_with_what_fits(monkeypat
     assert "--schedule.recompute full: " in said and "s per step" in said
 
 
-def test_a_state_that_is_more_than_all_memory_is_said_before_anything_is_measured(monkeypatch, chain):
+def test_weights_and_state_larger_than_all_memory_are_reported_first(monkeypatch, chain):
     parameters = sum(unit.numel for unit in chain.units)
     planning = Planning(ALONE, chain, Asked(256, 4, 2, dtype=torch.bfloat16, settings=CONFIG.schedule))
     for device, host, is_said in ((12, 0, False), (11.9, 0, True), (4, 8, False), (4, 7.9, True), (0, 0, False)):
@@ -133,7 +133,7 @@ def test_a_state_that_is_more_than_all_memory_is_said_before_anything_is_measure
 
 
 @pytest.mark.slow
-def test_texts_that_the_model_writes_are_counted(monkeypatch, chain):
+def test_memory_check_counts_sample_texts(monkeypatch, chain):
     real, asked = Planning.ask, []
 
     def ask(*args: Any, **rest: Any) -> Any:
@@ -164,7 +164,7 @@ def test_texts_that_the_model_writes_are_counted(monkeypatch, chain):
     assert (refused.value.setting, refused.value.value) == ("--sample.tokens", 2000)
 
 
-def test_texts_on_several_processes_take_a_stage_of_the_weights(chain):
+def test_sample_texts_on_two_processes_count_one_stage_of_weights(chain):
     machine = Machine((1, 1), FREE, FREE, device=Device("CPU", 0))
     asked = Asked(256, 4, 2, dtype=torch.float32, settings=CONFIG.schedule, profile="measure", timed=False)
     request = request_of(chain, machine, asked, here=torch.device("cpu"))
@@ -176,12 +176,12 @@ def test_texts_on_several_processes_take_a_stage_of_the_weights(chain):
     assert memory.texts_bytes(chain, replace(texts, tokens=0), request, CONFIG.schedule, 2) == 0
 
 
-def test_settings_that_cannot_work_are_left_to_those_who_know(monkeypatch, chain):
+def test_memory_check_skips_settings_that_other_checks_refuse(monkeypatch, chain):
     wrong = ScheduleSettings(strategy="tawpipe-spread", homes="0,1")
     assert check(monkeypatch, chain, memory_bytes=1, schedule=wrong) is None
 
 
-def test_what_groups_have_left_is_looked_at_before_the_first_step(
+def test_memory_left_by_nccl_groups_is_checked_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Beside what the run was predicted to need; of one process there are no groups."""
@@ -201,7 +201,7 @@ def test_what_groups_have_left_is_looked_at_before_the_first_step(
     assert "memory: got 'what NCCL has taken'" in capsys.readouterr().err
 
 
-def test_smaller_batches_are_said_in_the_settings_of_bins() -> None:
+def test_smaller_batch_suggestions_use_bin_token_settings() -> None:
     """A request's rows are bins: of all processes that compute one, and as many as a step has."""
     given = {"global_batch": 64, "sequence_length": 256, "schedule": ScheduleSettings(sequence_ranks=2)}
     batch = BatchShape.of(replace(CONFIG, **given, micro_batch=1, bin_tokens=512), "balanced", 4)
@@ -228,7 +228,7 @@ def test_smaller_batches_are_said_in_the_settings_of_bins() -> None:
         (False, 1.0, "none", "full"),  # which does not fit any more
     ],
 )
-def test_what_is_computed_again_is_alike_on_all_ranks(monkeypatch, fits, others, earlier, chosen):
+def test_recompute_choice_is_equal_on_all_ranks(monkeypatch, fits, others, earlier, chosen):
     limits = []
     monkeypatch.setattr(memory, "machine_unprobed", lambda _: None)
     monkeypatch.setattr(memory, "_all_of", lambda _, request: request)

@@ -27,7 +27,7 @@ def write(output: Path, steps: range, *, resumed_step: int = 0, loss: float = 2.
             writer.write(step, {**ROW, "loss": loss})
 
 
-def test_a_row_is_on_disk_at_once(tmp_path: Path) -> None:
+def test_metrics_row_is_written_to_disk_immediately(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "new")
     writer.write(1, {**ROW, "validation_loss": 3.0, "mfu": None})
     assert rows(tmp_path / "new") == [{"step": 1, **ROW, "validation_loss": 3.0, "mfu": None}]
@@ -35,7 +35,9 @@ def test_a_row_is_on_disk_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("resumed_step", "begin", "kept"), [(0, 0, 0), (3, 4, 4), (6, 7, 7), (9, 10, 7)])
-def test_no_step_is_in_the_file_twice_after_a_resume(tmp_path: Path, resumed_step: int, begin: int, kept: int) -> None:
+def test_no_step_is_in_the_metrics_file_twice_after_a_resume(
+    tmp_path: Path, resumed_step: int, begin: int, kept: int
+) -> None:
     write(tmp_path, range(7))  # with what is measured before the first step, which a new start measures again
     write(tmp_path, range(begin, 12), resumed_step=resumed_step, loss=1.0)
     found = rows(tmp_path)
@@ -43,7 +45,7 @@ def test_no_step_is_in_the_file_twice_after_a_resume(tmp_path: Path, resumed_ste
     assert [row["loss"] for row in found] == [2.5] * kept + [1.0] * (12 - begin)
 
 
-def test_a_row_that_a_crash_cut_short_goes(tmp_path: Path) -> None:
+def test_truncated_metrics_row_is_removed(tmp_path: Path) -> None:
     write(tmp_path, range(1, 4))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
@@ -52,7 +54,7 @@ def test_a_row_that_a_crash_cut_short_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "metrics.jsonl"]
 
 
-def test_steps_rise_and_rows_are_whole(tmp_path: Path) -> None:
+def test_metrics_steps_must_increase_and_rows_be_complete(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         writer.write(2, ROW)
         with pytest.raises(AssertionError, match="step 2 after those of step 2"):
@@ -61,7 +63,7 @@ def test_steps_rise_and_rows_are_whole(tmp_path: Path) -> None:
             writer.write(3, {"loss": 1.0})
 
 
-def test_every_row_is_strict_json(tmp_path: Path) -> None:
+def test_every_metrics_row_is_strict_json(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
         curve = {"256": 3.5, "512": float("nan"), "1024": None}
         values = {**ROW, "loss": float("nan"), "grad_norm": float("inf"), "validation_by_position": curve}
@@ -87,11 +89,11 @@ def test_every_row_is_strict_json(tmp_path: Path) -> None:
         ("cpu", "bfloat16", None),
     ],
 )
-def test_peak_is_known_or_none(device: str, dtype: str, peak: float | None) -> None:
+def test_peak_flops_are_known_or_none(device: str, dtype: str, peak: float | None) -> None:
     assert peak_flops(device, dtype) == peak
 
 
-def test_flops_count_pairs_of_tokens_inside_documents_only() -> None:
+def test_flops_count_token_pairs_only_inside_documents() -> None:
     def flops(lengths: list[int], window: int | None = None) -> float:
         return training_flops(matmul_parameters=10, num_layers=2, attention_width=4, lengths=lengths, window=window)
 
@@ -101,12 +103,12 @@ def test_flops_count_pairs_of_tokens_inside_documents_only() -> None:
     assert flops([2], window=4) == flops([2])
 
 
-def test_mfu_is_a_share_of_all_devices_or_nothing() -> None:
+def test_mfu_is_a_share_of_all_devices_or_none() -> None:
     assert mfu(50.0, 2.0, peak=10.0, num_devices=5) == 0.5
     assert mfu(50.0, 2.0, peak=None, num_devices=5) is None
 
 
-def test_peak_memory_is_this_process_and_does_not_sink() -> None:
+def test_peak_memory_of_the_process_never_decreases() -> None:
     before = peak_memory_bytes("cpu")
     held = bytearray(64 << 20)
     held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
@@ -116,7 +118,7 @@ def test_peak_memory_is_this_process_and_does_not_sink() -> None:
     assert peak_memory_bytes("cpu") >= 0.99 * most  # the kernel counts pages in batches
 
 
-def test_the_console_of_rank_0_speaks_in_plain_lines_where_there_is_no_terminal() -> None:
+def test_console_of_rank_0_prints_plain_lines_without_a_terminal() -> None:
     now = iter([0.0, 30.0])
     stream = io.StringIO()
     console = Console(stream=stream, clock=lambda: next(now))
@@ -134,7 +136,7 @@ def test_the_console_of_rank_0_speaks_in_plain_lines_where_there_is_no_terminal(
     ]
 
 
-def test_other_ranks_are_silent() -> None:
+def test_consoles_of_other_ranks_print_nothing() -> None:
     stream = io.StringIO()
     console = Console(1, stream=stream)
     console.topology("x")
@@ -147,7 +149,7 @@ def test_other_ranks_are_silent() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("colours", ["", "1"])
-def test_words_that_a_full_disk_does_not_take_are_lost(monkeypatch: pytest.MonkeyPatch, colours: str) -> None:
+def test_console_lines_to_a_full_disk_are_dropped(monkeypatch: pytest.MonkeyPatch, colours: str) -> None:
     monkeypatch.setenv("FORCE_COLOR", colours)
     full = open("/dev/full", "w")  # noqa: PTH123, SIM115
     console = Console(stream=full)
@@ -161,11 +163,11 @@ def test_words_that_a_full_disk_does_not_take_are_lost(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (75, "1 min 15 s"), (3725, "1 h 02 min")]
 )
-def test_duration(seconds: float, text: str) -> None:
+def test_durations_are_spelled_in_seconds_minutes_and_hours(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_a_row_that_a_full_disk_does_not_take_is_left_out(tmp_path):
+def test_metrics_row_that_a_full_disk_refuses_is_skipped(tmp_path):
     code = "import resource, signal, sys; from pathlib import Path\n"
     code += "from tawpipe.train.saying.metrics import MetricsWriter\n"
     code += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"

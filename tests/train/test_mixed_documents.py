@@ -38,7 +38,7 @@ def alone(home: Path, output: str, *words: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_documents_dealt_by_their_time_give_the_same_on_two_processes_and_after_a_resume(homes, family, capsys):
+def test_balanced_in_turn_models_match_on_two_processes_and_after_resume(homes, family, capsys):
     home = homes[family]
     two = run_forked(home, "two", *BALANCED, "--nproc", "2", "--nodes", "1")
     assert two.returncode == 0, two.stderr
@@ -64,7 +64,7 @@ def test_documents_dealt_by_their_time_give_the_same_on_two_processes_and_after_
         ),
     ],
 )
-def test_every_packing_works(homes, family, packing, capsys):
+def test_every_packing_trains_models_that_mix_documents(homes, family, packing, capsys):
     words = "--packing", packing, "--micro-batch", "2"
     assert alone(homes[family], packing, *USUAL, *words) == 0
     assert ("documents (one per row)" in capsys.readouterr().out) == (packing == "none")
@@ -72,12 +72,12 @@ def test_every_packing_works(homes, family, packing, capsys):
 
 
 @pytest.mark.slow
-def test_a_stream_has_rows_of_one_document_where_they_are_asked_for(homes, capsys):
+def test_stream_without_packing_has_rows_of_one_document(homes, capsys):
     words = "--streaming", "true", "--stream-window", "9", "--packing", "none"
     assert alone(homes["lfm2"], "stream", *USUAL, *words) == 0
     assert "first window: 9 documents (one per row)" in capsys.readouterr().out
 
 
-def test_rows_of_documents_that_are_taken_in_turn_are_not_cut(homes, capsys):
+def test_sequence_chunks_are_refused_for_in_turn_models(homes, capsys):
     assert alone(homes["bloom"], "chunks", *USUAL, "--schedule.sequence-chunk", "16") == 2
     assert "rows of BloomForCausalLM cannot be cut" in capsys.readouterr().err

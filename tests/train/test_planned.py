@@ -78,7 +78,7 @@ def made(monkeypatch, plan) -> list[str]:
     return calls
 
 
-def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
+def test_plan_for_dealt_documents_tries_pipelines_of_packs():
     """They have several bins for every stage, which are less full than those of weights that travel."""
     machine = machine_of("2x2@10gbit", device=Device("H100"))
     given = {"vocab_size": 500, "sequence_length": 64, "global_batch": 8, "dealt": [16] * 32}
@@ -97,7 +97,7 @@ def test_a_plan_for_documents_that_are_dealt_looks_at_pipelines_of_bins():
     assert best.seconds == pytest.approx(predict(request, best.step).step_seconds)
 
 
-def test_memory_holds_all_slices_of_the_longest_document_with_their_keys():
+def test_planned_memory_holds_all_slices_of_the_longest_document():
     machine = machine_of("2x2@10gbit", device=Device("H100"))
     asked: dict[str, Any] = {"vocab_size": 500, "sequence_length": 4096, "global_batch": 8}
     settings, parts = ScheduleSettings(strategy="1f1b"), []
@@ -116,7 +116,7 @@ def test_memory_holds_all_slices_of_the_longest_document_with_their_keys():
 
 
 @pytest.mark.usefixtures("few_strategies")
-def test_a_plan_that_takes_a_while_says_what_it_looks_at(monkeypatch):
+def test_long_planning_of_a_run_reports_the_current_strategy(monkeypatch):
     asked, said = plan_request(), list[str]()
     monkeypatch.setattr(Planning, "ask", lambda *_, **__: (asked, ""))
     monkeypatch.setattr("tawpipe.plan.search.search.PATIENCE_S", 0.0)
@@ -134,7 +134,7 @@ def state(plan: str = "", nodes: Topology | None = None) -> RunState:
     return RunState(step=3, samples=48, seed=0, topology=str(nodes or Topology.grid(2, 2)), plan=plan)
 
 
-def test_a_file_is_followed(saved, plan):
+def test_plan_file_is_followed(saved, plan):
     found = follow(replace(CONFIG, plan=saved))
     chosen = yaml.safe_load(plan)["schedule"]
     assert text(found) == plan and found.line.startswith(f"plan: {saved}; ")
@@ -142,38 +142,38 @@ def test_a_file_is_followed(saved, plan):
     assert found.schedule.loss_chunk_tokens == ScheduleSettings().loss_chunk_tokens
 
 
-def test_auto_makes_one(made, plan):
+def test_plan_auto_makes_a_plan(made, plan):
     found = follow(CONFIG)
     assert made == ["made"] and text(found) == plan and found.line.startswith("plan: made now; ")
 
 
-def test_settings_beat_auto(made):
+def test_schedule_settings_override_plan_auto(made):
     config = replace(CONFIG, schedule=ScheduleSettings(look_ahead=7))
     found = follow(config)
     assert found.schedule == config.schedule and found.plan is None and not made
     assert "settings under schedule" in found.line
 
 
-def test_what_a_plan_does_not_decide_does_not_count_as_a_setting(made):
+def test_setting_that_no_plan_decides_does_not_prevent_a_plan(made):
     config = replace(CONFIG, schedule=ScheduleSettings(loss_chunk_tokens=64))
     assert follow(config).plan and made == ["made"]
 
 
-def test_none_is_none(made):
+def test_plan_none_uses_the_settings(made):
     followed = follow(replace(CONFIG, plan="none"))
     assert (followed.schedule, followed.plan) == (CONFIG.schedule, None)
     assert followed.line == "plan: none (--plan none); strategy tawpipe-spread, assuming equal devices and links"
     assert not made
 
 
-def test_a_resumed_run_does_what_it_did(made, plan):
+def test_resumed_run_keeps_its_plan(made, plan):
     assert text(follow(CONFIG, state(plan))) == plan
     assert follow(CONFIG, state("")).plan is None
     assert not made
     assert "plan: from the checkpoint; " in follow(CONFIG, state(plan)).line
 
 
-def test_a_resumed_run_has_the_chunks_that_it_had_unless_the_user_says_others(made, plan):
+def test_resumed_run_keeps_its_sequence_chunk_unless_set(made, plan):
     chunked = plan.replace("sequence_chunk: 0", "sequence_chunk: 4096")
     assert follow(CONFIG, state(chunked)).schedule.sequence_chunk == 4096 and not made
     whole = replace(CONFIG, schedule=replace(CONFIG.schedule, sequence_chunk=0))
@@ -181,12 +181,12 @@ def test_a_resumed_run_has_the_chunks_that_it_had_unless_the_user_says_others(ma
     assert made == ["made"]
 
 
-def test_a_resumed_run_on_other_nodes_plans_anew(made, plan):
+def test_resumed_run_on_other_nodes_plans_again(made, plan):
     assert follow(CONFIG, state(plan, Topology.grid(1, 3))).line.startswith("plan: made now")
     assert made == ["made"]
 
 
-def test_the_settings_that_a_run_has_saved_are_those_of_its_plan(made, plan):
+def test_saved_schedule_settings_are_recognized_as_those_of_the_plan(made, plan):
     first = replace(CONFIG, schedule=follow(CONFIG).schedule)
     assert text(follow(first, state(plan))) == plan  # resumed with --config config.yaml
     other = replace(first, schedule=replace(first.schedule, look_ahead=9))
@@ -202,12 +202,12 @@ def test_the_settings_that_a_run_has_saved_are_those_of_its_plan(made, plan):
         ({"schedule": ScheduleSettings(look_ahead=9)}, "--schedule.look-ahead"),
     ],
 )
-def test_a_plan_for_something_else_is_named(saved, change, named):
+def test_plan_for_another_batch_or_model_is_named(saved, change, named):
     with pytest.raises(UserError, match=named):
         follow(replace(CONFIG, plan=saved, **change))
 
 
-def test_a_plan_for_other_nodes_or_types_is_named(saved, plan, tmp_path):
+def test_plan_for_other_nodes_or_dtype_is_named(saved, plan, tmp_path):
     content = yaml.safe_load(plan)
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(content | {"nodes": [8, 8]}))
     with pytest.raises(UserError, match=r"nodes of \[8, 8\]"):
@@ -216,13 +216,13 @@ def test_a_plan_for_other_nodes_or_types_is_named(saved, plan, tmp_path):
         follow(replace(CONFIG, plan=saved, dtype="float32"))
 
 
-def test_a_resumed_run_with_another_batch_plans_anew(monkeypatch, plan):
+def test_resumed_run_with_another_batch_plans_again(monkeypatch, plan):
     none = Followed(CONFIG.schedule, None, "plan: none, for a test")
     monkeypatch.setattr(Planning, "make", lambda _: none)
     assert follow(replace(CONFIG, global_batch=8), state(plan)) == none
 
 
-def test_the_plan_of_a_run_from_before_stays_where_its_settings_spell_the_old_default(plan):
+def test_older_plan_is_kept_if_settings_spell_the_old_default(plan):
     spelt = replace(CONFIG, schedule=replace(CONFIG.schedule, recompute="full"))
     assert text(follow(spelt, state(plan))) == plan
     settled = replace(state(plan), settled={"recompute": "full"})
@@ -239,7 +239,7 @@ def test_the_plan_of_a_run_from_before_stays_where_its_settings_spell_the_old_de
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
     ],
 )
-def test_without_a_plan_the_settings_hold(monkeypatch, error: Exception, fault: bool):
+def test_failed_planning_falls_back_to_the_settings(monkeypatch, error: Exception, fault: bool):
     def fails(*_: object, **__: object) -> None:
         raise error
 
@@ -251,7 +251,7 @@ def test_without_a_plan_the_settings_hold(monkeypatch, error: Exception, fault: 
     assert fault == ("please report" in found.line) == ("request_of(" in found.line)
 
 
-def test_a_saved_plan_is_read_once(saved, monkeypatch):
+def test_saved_plan_is_parsed_once(saved, monkeypatch):
     """Its clock, too, whoever asks: for the machine, for the time of documents, for the time of a step."""
     read = list[str]()
     real = plan_file.request_from

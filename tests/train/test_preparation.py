@@ -50,7 +50,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         *(pytest.param(*one, marks=pytest.mark.slow) for one in (("model", "none", False), ("model", "auto", True))),
     ],
 )
-def test_the_model_is_built_and_followed_once(model: str, plan: str, dry: bool, monkeypatch) -> None:
+def test_model_is_built_and_discovered_once(model: str, plan: str, dry: bool, monkeypatch) -> None:
     """By the plan, the memory check, the documents and the pipeline together."""
     calls: list[str] = []
     real_build, real_follow = run_model.build_model, Chain._discover
@@ -72,7 +72,7 @@ def test_the_model_is_built_and_followed_once(model: str, plan: str, dry: bool, 
     assert sorted(calls) == ["built", "followed"]
 
 
-def test_a_fault_of_ours_in_planning_stands_out_and_asks_for_a_report(monkeypatch, capsys) -> None:
+def test_internal_planning_error_is_shown_as_a_warning_with_report_request(monkeypatch, capsys) -> None:
     """The run goes on without a plan, and its user learns what to send to whom; standard error names no failure."""
 
     def search(*_: object, **__: object) -> None:
@@ -90,14 +90,14 @@ def test_a_fault_of_ours_in_planning_stands_out_and_asks_for_a_report(monkeypatc
 
 
 @pytest.mark.parametrize(("problem", "sign"), [(f"division by zero; {REPORT}", "\n\nwarning: "), ("none here", "\n")])
-def test_a_fault_of_ours_in_the_memory_check_stands_out(problem: str, sign: str, monkeypatch, capsys) -> None:
+def test_internal_memory_check_error_is_shown_as_a_warning(problem: str, sign: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Planning, "ask", lambda *_, **__: (None, problem))
     assert main(["train", *SMALL, "--model", "model", "--nproc", "1", "--plan", "none", "--dry-run"]) == 0
     assert f"{sign}memory is not checked before the first step: {problem}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_chain_that_was_borrowed_is_as_it_was() -> None:
+def test_request_of_leaves_the_given_chain_unchanged() -> None:
     config = load_config([*SMALL, "--freeze", "*.layers.0"])
     _, chain = run_model.RunModel(config).followed(300)
     names = [name for name, _ in chain.model.named_parameters()]
@@ -115,7 +115,7 @@ def test_a_chain_that_was_borrowed_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("packing", [pytest.param("split", marks=pytest.mark.slow), "balanced"])
-def test_what_was_decided_stands_beside_what_was_said(packing: str) -> None:
+def test_prepared_run_holds_its_decisions_and_the_stated_memory(packing: str) -> None:
     """And the memory that is stated is the plan's own sum."""
     words = [*SMALL, "--packing", packing, "--schedule.look-ahead", "3", "--learning-rate", "0.001", "--steps", "3"]
     words += ["--schedule.recompute", "full"]  # or nothing would be computed again, and there is nothing to keep

@@ -36,7 +36,7 @@ def drive(console: Console, steps: range, **more) -> None:
         console.progress(step, 100, loss=3.25, grad_norm=0.5, tokens_per_second=12345.6, **more)
 
 
-def test_the_bar_says_what_matters_and_leaves_no_trace(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_shows_its_values_and_leaves_no_trace(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")  # rich asks the process's own standard streams
     with os.fdopen(terminal.slave, "w") as stream:
         console = Console(stream=stream, bar=True, clock=iter(range(1000)).__next__)
@@ -58,9 +58,7 @@ def test_the_bar_says_what_matters_and_leaves_no_trace(terminal: Terminal, monke
     assert "\x1b[?25l" not in terminal.text  # a process that is killed could not show the cursor again
 
 
-def test_the_bar_is_one_line_however_narrow_the_terminal_is(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_bar_is_one_line_in_any_terminal_width(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     with os.fdopen(terminal.slave, "w") as stream:
         console = Console(stream=stream, bar=True)
         for columns in (200, 60, 40, 25, 8, 120):
@@ -73,7 +71,7 @@ def test_the_bar_is_one_line_however_narrow_the_terminal_is(
         console.end_progress()
 
 
-def test_words_of_other_processes_stand_in_lines_of_their_own(
+def test_output_of_other_processes_is_printed_on_separate_lines(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with os.fdopen(terminal.slave, "w") as stream, os.fdopen(os.dup(terminal.slave), "w", buffering=1) as other:
@@ -89,7 +87,7 @@ def test_words_of_other_processes_stand_in_lines_of_their_own(
     assert [line for line in terminal.screen if line] == ["a warning", "two", "lines"]
 
 
-def test_streams_that_no_bar_can_disturb_stay_as_they_are(tmp_path: Path) -> None:
+def test_above_bar_leaves_streams_of_files_unchanged(tmp_path: Path) -> None:
     with (tmp_path / "errors").open("w") as stream:
         assert above_bar(stream) is stream
 
@@ -97,7 +95,7 @@ def test_streams_that_no_bar_can_disturb_stay_as_they_are(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("variables", "bar"), [({"TERM": "dumb"}, True), ({}, False), ({"TTY_INTERACTIVE": "0"}, True)]
 )
-def test_lines_where_a_bar_cannot_be_or_is_not_wanted(
+def test_plain_lines_replace_an_impossible_or_unwanted_bar(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], bar: bool
 ) -> None:
     for name, value in variables.items():
@@ -111,7 +109,7 @@ def test_lines_where_a_bar_cannot_be_or_is_not_wanted(
     assert [line.split(" | ")[0] for line in terminal.screen if line] == ["step   1/100", "step   2/100"]
 
 
-def test_a_bar_without_colours(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_honours_no_color(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     with os.fdopen(terminal.slave, "w") as stream:
         console = Console(stream=stream, bar=True)
@@ -122,7 +120,7 @@ def test_a_bar_without_colours(terminal: Terminal, monkeypatch: pytest.MonkeyPat
     assert "\x1b[3" not in terminal.text and "\x1b[2K" in terminal.text
 
 
-def test_a_file_gets_lines_even_if_colours_are_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_output_gets_lines_even_with_forced_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     with (tmp_path / "log").open("w") as stream:
         console = Console(stream=stream, bar=True)

@@ -56,13 +56,13 @@ def settled_from(start: str, *words: str, earlier: Mapping[str, Any] | None = No
         ("weights", ("--steps", "7", "--optimizer.warmup-ratio", "0.5"), (1e-5, 7, 4, 0.0), "warm-up 4 steps"),
     ],
 )
-def test_what_is_left_open_follows_from_what_a_run_starts_from(start, words, values, line):
+def test_open_settings_follow_from_the_starting_weights(start, words, values, line):
     chosen, said = settled_from(start, *words)
     assert tuple(chosen[name] for name in OPEN) == values
     assert line in said and said.endswith(RECIPES[start].words)
 
 
-def test_what_a_run_starts_from_is_seen_in_its_settings(tmp_path):
+def test_kind_of_start_is_read_from_the_settings(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert start_of(load_config(["--model", str(tmp_path)])) == "random"
     (tmp_path / "model.safetensors").touch()
@@ -70,7 +70,7 @@ def test_what_a_run_starts_from_is_seen_in_its_settings(tmp_path):
     assert start_of(load_config(["--model", str(tmp_path), "--lora.rank", "4"])) == "adapter"
 
 
-def test_what_the_user_says_wins_and_nothing_is_said_of_it():
+def test_settings_of_the_user_override_the_recipe_silently():
     words = (
         "--learning-rate",
         "0.5",
@@ -85,7 +85,7 @@ def test_what_the_user_says_wins_and_nothing_is_said_of_it():
         assert settled_from(start, *words) == (dict(zip(OPEN, (0.5, 9, 1, 0.3), strict=True)), "")
 
 
-def test_a_resumed_run_keeps_what_it_had_unless_the_user_says_otherwise():
+def test_resumed_run_keeps_its_settled_values_unless_set():
     had: dict[str, Any] = dict(zip(OPEN, (0.5, 9, 1, 0.3), strict=True))
     assert settled_from("weights", earlier=had) == (had, "")
     assert settled_from("weights", "--steps", "20", earlier=had)[0] == had | {"steps": 20}
@@ -94,14 +94,14 @@ def test_a_resumed_run_keeps_what_it_had_unless_the_user_says_otherwise():
     assert ratio["optimizer.warmup_steps"] == 10
 
 
-def test_the_saved_settings_are_those_that_were_chosen():
+def test_saved_settings_are_the_chosen_values():
     given = load_config(["--epochs", "2", "--optimizer.warmup-ratio", "0.1"])
     saved, _ = settle(given, "adapter", lambda epochs: epochs * PASS)
     assert saved.epochs is None and saved.optimizer.warmup_ratio is None
     assert settle(saved, "random", lambda epochs: None) == (saved, "")
 
 
-def test_a_stream_has_steps_and_no_epochs():
+def test_stream_has_steps_and_refuses_epochs():
     config, line = settle(TrainConfig(), "weights", lambda epochs: None)
     assert config.steps == 60 and "60 steps (the length of a stream is unknown)" in line
     with pytest.raises(UserError, match="--steps"):
@@ -125,12 +125,12 @@ def test_a_stream_has_steps_and_no_epochs():
         ("--optimizer.name lion", "one of adamw, adam"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(words, message):
+def test_contradicting_settings_are_refused(words, message):
     with pytest.raises(UserError, match=re.escape(message)):
         validate(load_config(words.split()))
 
 
-def test_every_optimizer_that_has_a_name_can_be_made():
+def test_every_named_optimizer_can_be_made():
     assert BY_NAME.keys() == TAKES.keys()
 
 
@@ -147,7 +147,7 @@ def alone(home: Path, output: str, *words: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_fine_tuning_run_with_muon_goes_on_bit_by_bit_and_begins_with_its_own_numbers(tmp_path, capsys):
+def test_muon_run_resumes_bit_by_bit_and_fine_tuning_starts_anew(tmp_path, capsys):
     make_small(tmp_path, files=60, layers=2, positions=64)
     scratch = ("--optimizer.name", "muon", "--optimizer.schedule", "wsd", "--steps", "4", "--learning-rate", "1e-2")
     assert alone(tmp_path, "first", *scratch) == 0

@@ -35,14 +35,14 @@ def words(tmp_path, monkeypatch) -> list[str]:
     return ["--output", str(folder), "--resume", "auto"]
 
 
-def test_the_settings_of_the_run_hold_where_nothing_is_given(words):
+def test_saved_settings_apply_where_nothing_is_given(words):
     config = load_config(words)
     assert (config.sequence_length, config.learning_rate, config.schedule.strategy) == (64, 1e-3, "flat")
     assert (config.steps, config.nproc, config.resume, config.inject) == (9, 2, "auto", "")
     assert changes_of_the_run(config) == []
 
 
-def test_a_checkpoint_names_its_run(words, monkeypatch):
+def test_checkpoint_path_finds_the_settings_of_its_run(words, monkeypatch):
     path = Path(words[1]) / "checkpoints" / "step-00000003"
     config = load_config(["--resume", str(path)])
     assert (config.sequence_length, config.output, config.resume) == (64, words[1], str(path))
@@ -50,7 +50,7 @@ def test_a_checkpoint_names_its_run(words, monkeypatch):
     assert load_config(["--resume", path.name]).sequence_length == 64
 
 
-def test_what_is_given_wins_and_is_said(words, tmp_path):
+def test_given_settings_override_saved_ones_and_are_reported(words, tmp_path):
     more = tmp_path / "more.yaml"
     more.write_text("seed: 5\nsequence_length: 32\n")
     config = load_config([*words, "--config", str(more), "--schedule.strategy", "hsdp", "--nproc", "4"])
@@ -60,12 +60,12 @@ def test_what_is_given_wins_and_is_said(words, tmp_path):
     assert changes_of_the_run(config) == changes
 
 
-def test_steps_and_epochs_take_each_others_place(words):
+def test_epochs_replace_saved_steps(words):
     config = load_config([*words, "--epochs", "3"])
     assert config.epochs == 3 and isinstance(config.steps, Open)
 
 
-def test_processes_are_the_launchers_where_there_is_one(words, monkeypatch):
+def test_launcher_environment_overrides_saved_process_counts(words, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -76,12 +76,12 @@ def test_processes_are_the_launchers_where_there_is_one(words, monkeypatch):
     assert load_config(words).nproc == 2  # the command's own launcher has taken them from there
 
 
-def test_a_run_is_where_its_folder_is(words, tmp_path):
+def test_moved_run_uses_its_new_folder_as_output(words, tmp_path):
     moved = Path(words[1]).rename(tmp_path / "moved")
     config = load_config(["--resume", str(moved / "checkpoints" / "step-00000003")])
     assert config.output == str(moved)
 
 
-def test_a_new_run_asks_no_folder(words):
+def test_new_run_reads_no_saved_settings(words):
     assert load_config(["--output", words[1]]).sequence_length == 512
     assert load_config(["--output", words[1] + "-other", "--resume", "auto"]).sequence_length == 512

@@ -38,7 +38,7 @@ def losses(monkeypatch, *values: float) -> None:
     monkeypatch.setattr(Evaluation, "_validate", lambda *_: next(left))
 
 
-def test_the_table_has_a_row_for_every_key_of_a_state(tmp_path):
+def test_resume_table_has_a_row_for_every_key_of_a_checkpoint(tmp_path):
     table = PAGE.read_text(encoding="utf-8").partition("## What a resumed run keeps")[2].partition("\n## ")[0]
     cells = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| ")][2:]
     named = {name for first, *_ in cells for name in re.findall(r"`([\w.*/]+)`", first)}
@@ -71,13 +71,13 @@ BEST = Best(6, 2.0, 2.0, 3)
         (RunState(9, 9, 0, best=KNOWN.best), RECORD, BEST, "does not name its validation data"),
     ],
 )
-def test_the_best_step_holds_for_the_data_that_it_was_measured_on(state, record, best, words):
+def test_best_step_is_valid_only_for_its_validation_data(state, record, best, words):
     found, line = resumed_best(state, record)
     assert found == best and bool(line) == bool(words) and re.search(words, line)
 
 
 @pytest.mark.slow
-def test_other_validation_data_begins_the_patience_anew(home, monkeypatch, capsys):
+def test_changed_validation_data_resets_best_step_and_patience(home, monkeypatch, capsys):
     words = command(home, "other", *QUIET, "--evaluation.every", "1", "--evaluation.patience", "2")[2:]
     losses(monkeypatch, 1.0, 2.0)
     assert main([*words, "--steps", "2"]) == 0
@@ -91,7 +91,7 @@ def test_other_validation_data_begins_the_patience_anew(home, monkeypatch, capsy
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_a_record_is_taken_to_have_the_same_data_which_is_said_once(home, monkeypatch, capsys):
+def test_checkpoint_without_a_data_record_is_assumed_unchanged_once(home, monkeypatch, capsys):
     words = command(home, "old", *QUIET, "--evaluation.every", "1", "--checkpoint.every", "1")[2:]
     losses(monkeypatch, 1.0, 2.0)
     assert main([*words, "--steps", "2"]) == 0
@@ -108,7 +108,7 @@ def test_a_checkpoint_without_a_record_is_taken_to_have_the_same_data_which_is_s
 
 
 @pytest.mark.slow
-def test_a_best_step_whose_checkpoint_is_not_there_is_not_what_a_run_ends_with(home, monkeypatch, capsys):
+def test_best_step_without_a_checkpoint_is_reset(home, monkeypatch, capsys):
     words = command(home, "gone", *QUIET, "--evaluation.every", "1", "--checkpoint.every", "2")[2:]
     losses(monkeypatch, 1.0, 2.0)
     assert main([*words, "--steps", "2"]) == 0

@@ -74,7 +74,7 @@ def batches(*words: str, rows: int = 50) -> tuple[Any, Rows]:
     return Batches(shape, pipeline, data, model=config.model, evaluated=config.evaluation.batches), source
 
 
-def test_steps_follow_each_other_in_the_data_from_wherever_they_begin() -> None:
+def test_train_batches_continue_from_any_first_sample() -> None:
     made, _ = batches()
     given = list(made.train(6, 3))
     assert [row for one in given for row in one.batch] == list(range(6, 18))
@@ -82,7 +82,7 @@ def test_steps_follow_each_other_in_the_data_from_wherever_they_begin() -> None:
     made.close()
 
 
-def test_rows_of_one_document_are_grouped_by_length_and_padding_is_counted() -> None:
+def test_single_document_rows_are_grouped_by_length() -> None:
     made, source = batches("--packing", "none")
     (given,) = made.train(0, 1)
     lengths = [source.length(row) for row in range(4)]
@@ -105,7 +105,7 @@ def test_no_held_out_row_is_evaluated_twice(rows: int, expected: list[int]) -> N
 
 
 @pytest.mark.parametrize("name", TAKES)
-def test_every_optimizer_has_the_options_of_the_settings(name: str) -> None:
+def test_every_optimizer_receives_the_options_of_the_settings(name: str) -> None:
     words = ["--learning-rate", "0.003", "--optimizer.name", name, "--optimizer.weight-decay", "0.25"]
     given = {"beta1": 0.7, "beta2": 0.8, "eps": 1e-5, "momentum": 0.6}
     for option in TAKES[name]:
@@ -136,13 +136,13 @@ def test_a_run_keeps_its_tokenizer(tmp_path: Path) -> None:
     assert _same_tokens(first, tmp_path) and not _same_tokens(other, tmp_path)
 
 
-def test_a_sample_begins_with_something() -> None:
+def test_sample_prompt_may_be_empty_but_must_be_utf8() -> None:
     validate(load_config(["--sample.prompt"]))  # as by default: the beginning of a document
     with pytest.raises(UserError, match=r"--sample\.prompt: got 'caf\\udce9'; text in UTF-8"):
         validate(load_config(["--sample.prompt", "good", "caf\udce9"]))
 
 
-def test_the_data_is_not_looked_at_for_a_prompt_where_there_are_to_be_no_texts(tmp_path: Path) -> None:
+def test_data_is_not_read_for_a_prompt_if_no_samples_are_written(tmp_path: Path) -> None:
     class Chats:
         tokenizer = SimpleNamespace(eos_token_id=2)
         report = SimpleNamespace(read=SimpleNamespace(chat=1))
@@ -158,7 +158,7 @@ def test_the_data_is_not_looked_at_for_a_prompt_where_there_are_to_be_no_texts(t
     Samples(config, Console(1), pipeline, data, folder=tmp_path, window=8, seed=0, first=0)
 
 
-def test_texts_end_with_the_tokens_of_tokenizer_and_model() -> None:
+def test_sample_stops_are_those_of_tokenizer_and_model() -> None:
     tokenizer = SimpleNamespace(eos_token_id=2)
     assert stops_of(SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[9, 2])), tokenizer) == [2, 9]
     assert stops_of(SimpleNamespace(), SimpleNamespace(eos_token_id=None)) == []
@@ -213,7 +213,7 @@ def saves(*under_way: Save, memory: object = None, **checkpoint: Any) -> tuple[S
     return Saves(config, console, pipeline, "disk", memory, state), pipeline, said  # type: ignore[arg-type]
 
 
-def test_a_save_waits_for_the_one_before_and_a_failure_is_said_and_kept() -> None:
+def test_save_waits_for_the_previous_one_and_reports_its_failure() -> None:
     first, second = Save("No space left", staged_s=0.5), Save(staged_s=0.25)
     made, pipeline, said = saves(first, second)
     made.after(3, save=True)
@@ -226,7 +226,7 @@ def test_a_save_waits_for_the_one_before_and_a_failure_is_said_and_kept() -> Non
     assert made.stall_s == 0.25 and made.step == 7
 
 
-def test_a_save_that_has_ended_is_looked_at_now_and_then_and_not_waited_for() -> None:
+def test_running_save_is_polled_without_waiting() -> None:
     made, _, _ = saves(one := Save(staged_s=0.1))
     made.after(1, save=True)
     made.after(LOOK_EVERY, save=False)
@@ -238,13 +238,13 @@ def test_a_save_that_has_ended_is_looked_at_now_and_then_and_not_waited_for() ->
     assert one.waited and made.stall_s == 0.1
 
 
-def test_in_the_foreground_a_save_has_ended_before_the_next_step() -> None:
+def test_foreground_save_ends_before_the_next_step() -> None:
     made, _, _ = saves(one := Save(), background=False)
     made.after(1, save=True)
     assert one.waited
 
 
-def test_copies_in_memory_are_made_at_their_own_steps() -> None:
+def test_memory_checkpoints_are_made_at_their_own_steps() -> None:
     copies = [Save("no room"), Save()]
     made, pipeline, said = saves(*copies, memory="memory")
     for step in range(1, 11):
@@ -257,18 +257,18 @@ def test_copies_in_memory_are_made_at_their_own_steps() -> None:
 # words
 
 
-def test_bytes_in_the_unit_that_people_read() -> None:
+def test_bytes_are_spelled_in_gib_or_mib() -> None:
     assert [gib(2**30), gib(2**30 - 2**20), gib(0)] == ["1.00 GiB", "1023.0 MiB", "0.0 MiB"]
 
 
-def test_settings_for_links_between_nodes_do_nothing_without_any() -> None:
+def test_link_settings_without_effect_on_one_node_are_listed() -> None:
     config = load_config(["--schedule.weights-compression", "int8", "--schedule.step-cache", "2"])
     assert sorted(without_effect(config.schedule, ALONE)) == ["step_cache", "weights_compression"]
     assert without_effect(config.schedule, World(Topology.grid(2, 1), 0, torch.device("cpu"), None)) == []
     assert without_effect(TrainConfig().schedule, ALONE) == []
 
 
-def test_what_a_step_costs_is_said_and_links_only_where_there_are_some() -> None:
+def test_step_rows_describe_the_batch_and_links_between_nodes() -> None:
     config = load_config(["--global-batch", "8", "--micro-batch", "2", "--sequence-length", "128"])
     batch = BatchShape.of(config, "split", 4)
     assert batch_words(batch, None, None) == "8 sequences x 128 tokens, micro-batches of 2"
@@ -282,7 +282,7 @@ def test_what_a_step_costs_is_said_and_links_only_where_there_are_some() -> None
     assert rows["network"] == "5.0 MiB sent and 4.0 MiB received per node and step"
 
 
-def test_pipelines_have_bins_and_others_rounds() -> None:
+def test_batch_description_names_packs_for_pipelines_and_rounds_otherwise() -> None:
     batch = BatchShape.of(load_config(["--max-document", "200", "--tokens-per-step", "800"]), "balanced", 2)
     whole, parts = (Bin((1, 2)),), [(Bin((0,), part=span),) for span in ((0, 6), (6, 9))]
     dealt = Bins((), (whole, whole), 1, (9, 3, 3), LayerTime((LayerKind(1, 1.0, 0.0),)))
@@ -294,14 +294,14 @@ def test_pipelines_have_bins_and_others_rounds() -> None:
     assert words in batch_words(batch, piped, None) and "round" not in batch_words(batch, piped, None)
 
 
-def test_a_plan_is_asked_for_full_bins_though_documents_are_longer() -> None:
+def test_plan_is_requested_for_full_packs_despite_longer_documents() -> None:
     words = ["--bin-tokens", "60", "--max-document", "200", "--tokens-per-step", "600", "--schedule.strategy", "1f1b"]
     train = SimpleNamespace(step=lambda *_: SimpleNamespace(lengths=[20, 171, 30, 9]))
     data: Any = SimpleNamespace(train=train, longest=200, report=SimpleNamespace(streamed=True))
     assert sum(typical_lengths(data, BatchShape.of(load_config(words), "balanced", 2))) == 60
 
 
-def test_memory_is_said_part_by_part_and_the_hosts_with_it() -> None:
+def test_memory_rows_list_every_part_and_the_host() -> None:
     rows = dict(memory_rows(Needs({"homes": 2**31, "working": 2**20, "kept": 2**22}, 0)))
     assert rows["memory"] == "2.00 GiB per process at most" and "host memory" not in rows
     parts = rows[MEMORY_PARTS]

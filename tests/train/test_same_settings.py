@@ -71,11 +71,11 @@ def refusals(*words: Sequence[str]) -> list[str]:
         ),
     ],
 )
-def test_the_setting_that_differs_is_named_with_its_values_and_ranks(words, expected):
+def test_differing_setting_is_named_with_values_and_ranks(words, expected):
     host = socket.gethostname()
     said = f"settings: got 'different ones'; the same on every rank; {expected}, unlike on rank 0 (HOST)"
     assert refusals(*words) == [said.replace("HOST", host)] * len(words)
 
 
-def test_a_cache_folder_may_be_each_machines_own():
+def test_cache_folder_may_differ_between_machines():
     assert refusals(["--cache-dir", "/a"], ["--cache-dir", "/b"], []) == ["", "", ""]

@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> GivenTime:
     return given
 
 
-def test_a_signal_is_agreed_on_and_said_once(clock, capfd):
+def test_signal_is_agreed_on_and_reported_once(clock, capfd):
     with StopRequest(ALONE) as stop:
         assert stop.agreed() is None
         signal.raise_signal(signal.SIGUSR1)
@@ -44,7 +44,7 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(number, clock, monkeypatch, capfd):
+def test_second_signal_ends_the_process_at_once(number, clock, monkeypatch, capfd):
     codes = list[int]()
 
     def end(code: int) -> None:
@@ -69,7 +69,7 @@ def test_a_signal_after_the_last_step_ends_no_step(capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err == f"tawpipe: {ENDING}\n"
 
 
-def test_how_to_go_on_is_said_from_what_is_there(tmp_path: Path):
+def test_resume_hint_names_the_newest_checkpoint_and_command(tmp_path: Path):
     config = TrainConfig(output=str(tmp_path / "my run"))
     words = how_to_go_on(config, by_torchrun=False)
     assert words.startswith("no checkpoint was written yet") and words.endswith("the same command with --resume auto")
@@ -83,9 +83,7 @@ def test_how_to_go_on_is_said_from_what_is_there(tmp_path: Path):
     assert how_to_go_on(config, by_torchrun=True) == f"{saved}the same command with --resume auto"
 
 
-def test_an_error_in_a_process_that_nobody_watches_ends_with_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_error_without_a_launcher_ends_with_the_resume_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     def fail(_: TrainConfig) -> int:
         raise RunError("the loss is not finite")
 

@@ -44,7 +44,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_wandb_offline(tmp_path: Path):
+def test_wandb_records_a_run_offline(tmp_path: Path):
     pytest.importorskip("wandb")
     id = follow("wandb", tmp_path / "run")
     starts = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{id}"))
@@ -55,7 +55,7 @@ def test_wandb_offline(tmp_path: Path):
         assert list((start / "files" / "media" / "table").glob("samples*.json"))
 
 
-def test_mlflow_with_a_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_mlflow_records_a_run_in_a_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mlflow: Any = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -70,7 +70,7 @@ def test_mlflow_with_a_local_store(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {one.path for one in client.list_artifacts(id)} == {"plan.yaml", "samples"}
 
 
-def test_trackio_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trackio_records_a_run_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     storage: Any = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
     name = follow("trackio", tmp_path / "run")

@@ -54,7 +54,7 @@ def follow(
 # what each is given
 
 
-def test_every_library_gets_settings_rows_and_samples_and_goes_on_where_it_was(library: Library, tmp_path: Path):
+def test_tracker_gets_settings_rows_and_samples_and_resumes_its_run(library: Library, tmp_path: Path):
     name, output = library.__name__, tmp_path / "run"
     assert follow([name], output, range(1, 4)) == []
     ((id, kept),) = library.runs.items()
@@ -70,7 +70,7 @@ def test_every_library_gets_settings_rows_and_samples_and_goes_on_where_it_was(l
     assert kept.ended == {"wandb": [0, 1], "mlflow": ["FINISHED", "FAILED"], "trackio": [True, True]}[name]
 
 
-def test_names_come_from_settings_then_from_the_librarys_variables(
+def test_tracker_names_come_from_settings_then_from_environment_variables(
     library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     name = library.__name__
@@ -87,7 +87,7 @@ def test_names_come_from_settings_then_from_the_librarys_variables(
     ]
 
 
-def test_tensorboard_has_the_same_numbers_and_forgets_what_was_redone(tmp_path: Path) -> None:
+def test_tensorboard_records_equal_values_and_drops_repeated_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for steps, first in ((range(1, 5), 0), (range(3, 5), 2)):
@@ -112,13 +112,13 @@ def test_tensorboard_has_the_same_numbers_and_forgets_what_was_redone(tmp_path: 
         (["mlflow"], "mlflow", r"pip install -e '.*\[mlflow\]'"),
     ],
 )
-def test_trackers_that_cannot_be_are_refused(names, value, expected, monkeypatch: pytest.MonkeyPatch):
+def test_unknown_or_missing_trackers_are_refused(names, value, expected, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"--log.trackers: got '{value}'; .*{expected}"):
         check_trackers(names)
 
 
-def test_a_folder_that_wandb_left_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_folder_left_by_wandb_is_not_taken_for_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     (tmp_path / "trackio").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(UserError, match="a library that is installed"):
@@ -128,7 +128,7 @@ def test_a_folder_that_wandb_left_is_no_library(tmp_path: Path, monkeypatch: pyt
     check_trackers([])
 
 
-def test_the_command_refuses_before_it_makes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unknown_tracker_is_refused_before_a_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     output = tmp_path / "run"
@@ -204,7 +204,7 @@ class Stuck(Quiet):
         (Stuck, "it is 3 rows behind"),
     ],
 )
-def test_one_that_fails_is_said_once_and_left_out(broken, words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failing_tracker_is_reported_once_and_disabled(broken, words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tracking, "ROWS_WAITING", 3)
     monkeypatch.setitem(TRACKERS, "wandb", broken)  # type: ignore[arg-type]
     monkeypatch.setitem(TRACKERS, "mlflow", Good)  # type: ignore[arg-type]
@@ -222,13 +222,13 @@ def test_one_that_fails_is_said_once_and_left_out(broken, words, tmp_path: Path,
     assert Good.told == [1, 2, 3, 4, 5, 6, 7, "samples", "finished"]
 
 
-def test_a_damaged_file_of_ids_is_as_good_as_none(library: Library, tmp_path: Path):
+def test_damaged_tracker_ids_are_replaced(library: Library, tmp_path: Path):
     (tmp_path / "trackers.json").write_text('["no"')
     assert follow([library.__name__], tmp_path, range(1, 2)) == []
     assert json.loads((tmp_path / "trackers.json").read_text()) == {library.__name__: next(iter(library.runs))}
 
 
-def test_none_and_other_ranks_have_no_trackers(tmp_path: Path):
+def test_trackers_none_writes_nothing(tmp_path: Path):
     for names in (["none"], []):
         assert follow(names, tmp_path / "no", range(1, 3)) == []
     assert not (tmp_path / "no").exists()

@@ -64,7 +64,7 @@ def trained(home) -> Path:
     return home
 
 
-def test_the_output_folder_holds_the_run(trained):
+def test_output_folder_holds_metrics_config_and_checkpoints(trained):
     output = trained / "first"
     found = rows(trained, "first")
     assert [row["step"] for row in found] == [1, 2, 3, 4]
@@ -76,7 +76,7 @@ def test_the_output_folder_holds_the_run(trained):
     assert sorted(path.name for path in (output / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
 
 
-def test_the_recorded_step_stands_beside_the_plan(trained, capsys):
+def test_recorded_step_is_compared_with_the_plan(trained, capsys):
     assert main(["trace", str(trained / "first"), "--out", str(trained / "traced")]) == 0
     said = capsys.readouterr().out
     assert "step predicted" in said and "largest differences from the prediction, computing:" in said
@@ -86,7 +86,7 @@ def test_the_recorded_step_stands_beside_the_plan(trained, capsys):
     assert "step-00000003 as recorded" in page and "Predicted step" in page
 
 
-def test_the_export_opens_and_computes(trained):
+def test_exported_model_has_the_validation_loss_of_the_run(trained):
     """Plain transformers, document by document, finds the validation loss that the run wrote after its last step."""
     output = trained / "first"
     config = load_config(["--config", str(output / "config.yaml")])
@@ -110,7 +110,7 @@ def test_the_export_opens_and_computes(trained):
     assert AutoTokenizer.from_pretrained(output / "model")(words).input_ids == data.tokenizer(words).input_ids
 
 
-def test_samples_are_what_transformers_writes(trained):
+def test_samples_equal_texts_generated_by_transformers(trained):
     """Texts of three lengths, which grow together on four processes."""
     model: Any = AutoModelForCausalLM.from_pretrained(trained / "first" / "model")
     tokenizer = AutoTokenizer.from_pretrained(trained / "first" / "model")
@@ -123,7 +123,7 @@ def test_samples_are_what_transformers_writes(trained):
 
 
 @pytest.mark.slow
-def test_one_process_sees_the_same_losses(trained):
+def test_single_process_has_the_losses_of_several(trained):
     assert alone(trained, "same", "--export.enabled", "false", "--sample.tokens", "0") == 0
     same_losses(trained, "same")
 
@@ -134,7 +134,7 @@ def same_losses(trained: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_resume_goes_on_with_the_identical_losses(trained):
+def test_resumed_run_has_identical_losses(trained):
     shutil.copytree(trained / "first", trained / "again")
     shutil.rmtree(trained / "again" / "checkpoints" / "step-00000004")
     done = run_forked(trained, "again", "--resume", "auto", "--plan", "auto", few_strategies=True)
@@ -146,7 +146,7 @@ def test_resume_goes_on_with_the_identical_losses(trained):
     assert [row["loss"] for row in after] == [row["loss"] for row in before]
 
 
-def test_going_back_leaves_no_checkpoint_of_the_other_history(trained):
+def test_resume_from_an_older_step_removes_newer_checkpoints(trained):
     """After a resume from step 2, the step 4 of the first run must not be what auto chooses."""
     shutil.copytree(trained / "first", trained / "back")
     older = str(trained / "back" / "checkpoints" / "step-00000002")
@@ -162,14 +162,14 @@ def test_a_failed_start_does_not_block_the_next(trained):
     assert alone(trained, "typo", "--steps", "1", "--export.enabled", "false", "--sample.tokens", "0") == 0
 
 
-def test_a_model_that_is_nowhere_is_the_models_fault(home, capsys):
+def test_missing_model_folder_is_named(home, capsys):
     assert alone(home, "nomodel", "--model", str(home / "missing")) == 2
     said = capsys.readouterr().err
     assert "--model" in said and "missing" in said
 
 
 @pytest.mark.slow
-def test_under_torchrun(trained):
+def test_run_under_torchrun_trains(trained):
     """Whose own imports are there already; those of its workers are not."""
     words = command(trained, "torchrun", *QUIET, "--steps", "2", "--schedule.step-cache", "2")
     words = ["--nproc-per-node", "2", *words]
@@ -210,7 +210,7 @@ def test_machines_with_other_settings_are_refused_by_name(trained):
 
 
 @pytest.mark.slow
-def test_nodes_of_different_sizes(trained):
+def test_nodes_of_different_sizes_train_together(trained):
     """Two processes on one machine and one on another: three groups of one. Each machine has a cache of its own."""
     words = command(trained, "uneven", *QUIET, "--steps", "2")[2:]
     own = {1: ["--cache-dir", str(trained / "other-cache")]}
@@ -223,7 +223,7 @@ def test_nodes_of_different_sizes(trained):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_run_and_is_named(trained):
+def test_killed_worker_ends_the_run_and_is_named_on_stderr(trained):
     words = command(trained, "killed", "--nproc", "2", "--steps", "100000", *QUIET)[2:]
     with started(words, environment()) as process:
         assert wait_for(lambda: "\nstep" in process.stdout, TIMEOUT_S)
@@ -243,7 +243,7 @@ def expect_refusal(done, *words: str) -> None:
 
 
 @pytest.mark.slow
-def test_refusals_that_only_workers_can_find(home, capsys):
+def test_errors_found_by_workers_are_reported_and_leave_no_files(home, capsys):
     assert alone(home, "r1", "--data", "nothing/*.txt") == 2
     said = capsys.readouterr().err
     assert "--data" in said and "nothing/*.txt" in said
@@ -265,7 +265,7 @@ def alone(home: Path, output: str, *words: str) -> int:
     return main([*command(home, output, *quiet, *words)[2:]])
 
 
-def test_the_console_says_where_weights_come_from(home, capsys):
+def test_console_names_the_source_of_the_weights(home, capsys):
     config = LlamaConfig.from_pretrained(home / "model")
     AutoModelForCausalLM.from_config(config).save_pretrained(home / "with-weights", max_shard_size="50KB")
     files = len(list((home / "with-weights").glob("*.safetensors")))
@@ -280,7 +280,7 @@ def test_the_console_says_where_weights_come_from(home, capsys):
     assert "--model" in capsys.readouterr().err
 
 
-def test_data_in_which_nothing_is_learned_ends_the_run_before_it_begins(home, capsys):
+def test_data_without_learned_tokens_ends_the_run_before_it_starts(home, capsys):
     chat = [{"role": "user", "content": "word " * 500}, {"role": "assistant", "content": "yes"}]
     (home / "cut.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     assert alone(home, "cut", "--data", str(home / "cut.jsonl"), "--packing", "fit") == 2
@@ -291,7 +291,7 @@ def test_data_in_which_nothing_is_learned_ends_the_run_before_it_begins(home, ca
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [pytest.param("true", marks=pytest.mark.slow), "false"])
-def test_rows_may_be_longer_than_a_models_positions_if_documents_are_not(home, capsys, few_strategies, streaming):
+def test_rows_may_exceed_model_positions_if_documents_do_not(home, capsys, few_strategies, streaming):
     """Of a model with a table of positions, whose padding and whose sample must not reach behind its end either."""
     GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=160).save_pretrained(home / "table")
     words = ("--model", str(home / "table"), "--streaming", streaming, "--packing", "fit", "--sequence-length", "400")
@@ -308,7 +308,7 @@ def test_rows_may_be_longer_than_a_models_positions_if_documents_are_not(home, c
 
 
 @pytest.mark.slow
-def test_an_export_that_finds_no_room_is_an_error_without_a_traceback(home, capsys, monkeypatch):
+def test_export_without_disk_space_is_an_error_without_a_traceback(home, capsys, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -319,7 +319,7 @@ def test_an_export_that_finds_no_room_is_an_error_without_a_traceback(home, caps
     assert not list((home / "roomless").glob("model*"))
 
 
-def test_what_only_shows_the_run_costs_no_more_than_itself(home, capfd, monkeypatch):
+def test_failing_displays_and_recordings_do_not_end_the_run(home, capfd, monkeypatch):
     """A page, a recording, a file, a tokenizer that fail, and a log without the letters of a prompt."""
 
     def full(*_: object, **__: object) -> None:
@@ -346,7 +346,7 @@ def test_what_only_shows_the_run_costs_no_more_than_itself(home, capfd, monkeypa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_a_signal_after_the_last_step_leaves_the_rest_to_end(home, number, monkeypatch):
+def test_signal_after_the_last_step_still_exports_the_model(home, number, monkeypatch):
     """It comes while the last texts are written; the model is still exported."""
     write = Samples.write
     monkeypatch.setattr(Samples, "write", lambda *given: (signal.raise_signal(number), write(*given))[1])
@@ -356,7 +356,7 @@ def test_a_signal_after_the_last_step_leaves_the_rest_to_end(home, number, monke
     assert (home / name / "samples.jsonl").is_file() and (home / name / "model" / "config.json").is_file()
 
 
-def test_an_error_of_the_model_that_writes_ends_the_run(home, capsys, monkeypatch):
+def test_error_while_generating_samples_ends_the_run(home, capsys, monkeypatch):
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("of the model")
 
@@ -365,7 +365,7 @@ def test_an_error_of_the_model_that_writes_ends_the_run(home, capsys, monkeypatc
     assert "RuntimeError: of the model" in capsys.readouterr().err
 
 
-def test_a_rate_is_of_the_time_between_the_ends_of_two_steps(home, monkeypatch):
+def test_tokens_per_second_use_the_time_between_step_ends(home, monkeypatch):
     """As on a GPU that is as fast as its host: a step ends before anybody has read the one before it."""
     results: list[StepResult] = []
     step = Pipeline.step
@@ -382,7 +382,7 @@ def test_a_rate_is_of_the_time_between_the_ends_of_two_steps(home, monkeypatch):
     assert all(row["tokens_per_second"] * row["seconds"] == pytest.approx(6 * 64) for row in written)
 
 
-def test_a_weight_that_is_not_a_number_is_named(home, capsys):
+def test_nan_weight_is_named(home, capsys):
     model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(home / "model"))
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[3, 4] = float("nan")
@@ -393,7 +393,7 @@ def test_a_weight_that_is_not_a_number_is_named(home, capsys):
     assert "model.layers.1.mlp.up_proj.weight" in said and "learning-rate" not in said
 
 
-def test_batches_without_a_token_to_learn_are_left_out_of_steps_and_evaluations(home, capsys):
+def test_batches_without_labels_are_skipped_in_steps_and_evaluations(home, capsys):
     """Questions that fill rows: of many a batch of one row nothing is learned."""
     chat = [{"role": "user", "content": "word " * 300}, {"role": "assistant", "content": "yes"}]
     (home / "long.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 10)
@@ -408,13 +408,13 @@ def test_batches_without_a_token_to_learn_are_left_out_of_steps_and_evaluations(
     assert found[-1]["validation_loss"] > 0
 
 
-def test_a_folder_that_cannot_be_written(home):
+def test_unwritable_output_folder_is_refused(home):
     (home / "file").write_text("in the way")
     expect_refusal(run(home, "file/output"), "--output")
 
 
 @pytest.mark.slow
-def test_unreadable_files_are_named_and_skipped(home, capfd):
+def test_unreadable_data_files_are_named_and_skipped(home, capfd):
     mixed = home / "mixed"
     mixed.mkdir()
     for path in list((home / "corpus").iterdir())[:30]:
@@ -436,7 +436,7 @@ def full_disk(trained) -> tuple[str, list[float]]:
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_started_again_and_nothing_else_is_different(trained, full_disk):
+def test_killed_process_restarts_with_unchanged_losses(trained, full_disk):
     words = ("--max-restarts", "1", "--checkpoint.background", "false", "--inject", "rank=1,step=3,at=update,kind=kill")
     done = run_forked(trained, "restarted", *words, *QUIET, *TWO)
     assert done.returncode == 0, done.stderr
@@ -463,7 +463,7 @@ def listening(pid: int) -> set[str]:
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_run_in_good_order(trained):
+def test_sigterm_and_ctrl_c_end_a_run_with_a_checkpoint(trained):
     """And so does ctrl-C the run that goes on, by the command that the first one has named, on a terminal."""
     words = [
         sys.executable,
@@ -513,7 +513,7 @@ def stopped_at(said: str) -> tuple[int, str, list[str]]:
 
 
 @pytest.mark.slow
-def test_a_run_that_dies_says_what_is_saved(trained):
+def test_dying_run_names_its_last_checkpoint_and_resume_command(trained):
     dies = ("--inject", "rank=1,step=4,at=forward,kind=kill", "--checkpoint.background", "false")
     done = run_forked(trained, "died", *QUIET, *TWO, *dies)
     assert done.returncode == 1 and "was killed by SIGKILL" in done.stderr
@@ -523,7 +523,7 @@ def test_a_run_that_dies_says_what_is_saved(trained):
 
 
 @pytest.mark.slow
-def test_part_of_the_matrix_of_faults(tmp_path):
+def test_fault_matrix_case_kill_push_passes(tmp_path):
     cases = ("kill:push",)
     words = ["matrix", "--topologies", "2 x 1", "--out", str(tmp_path / "out"), "--cases", *cases]
     script = str(Path(__file__).parents[2] / "benchmarks" / "faults.py")
@@ -534,7 +534,7 @@ def test_part_of_the_matrix_of_faults(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_is_named(trained):
+def test_hanging_process_is_named(trained):
     words = ("--timeouts.step-s", "4", "--inject", "rank=1,step=3,at=forward,kind=hang")
     done = run_forked(trained, "hung", *QUIET, *TWO, *words)
     assert done.returncode == 1
@@ -550,13 +550,13 @@ def test_a_process_that_hangs_is_named(trained):
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_one_checkpoint(trained, full_disk):
+def test_full_disk_costs_only_one_checkpoint(trained, full_disk):
     assert "could not be written; training continues without it: rank 1: No space left on device" in full_disk[0]
     assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 @pytest.mark.slow
-def test_a_bad_step_is_left_out_if_asked_for(trained):
+def test_nonfinite_step_is_skipped_if_requested(trained):
     words = ("--optimizer.nonfinite", "skip", "--inject", "rank=1,step=2,at=backward,kind=nan")
     done = run_forked(trained, "skipped", *QUIET, *words, "--plan", str(trained / "first" / "plan.yaml"))
     assert done.returncode == 0, done.stderr
@@ -567,7 +567,7 @@ def test_a_bad_step_is_left_out_if_asked_for(trained):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, full_disk, tmp_path):
+def test_run_resumes_from_memory_checkpoints_of_the_nodes(trained, full_disk, tmp_path):
     words = ("--max-restarts", "1", "--checkpoint.every", "0", "--inject", "rank=1,step=4,at=forward,kind=kill")
     words += ("--checkpoint.memory-every", "1", "--checkpoint.memory-dir", str(tmp_path))
     done = run_forked(trained, "memory", *words, *QUIET, *TWO)
@@ -588,7 +588,7 @@ def test_a_run_goes_on_from_the_memory_of_the_nodes(trained, full_disk, tmp_path
         (("--schedule.offload-dir", "/nowhere", "--schedule.sequence-chunk", "64"), "--schedule.offload-dir"),
     ],
 )
-def test_faults_that_cannot_be_are_refused(home, words, reason):
+def test_impossible_faults_are_refused_by_the_settings(home, words, reason):
     from tawpipe.train.settings.checks import validate
 
     with pytest.raises(UserError, match=reason):
