@@ -30,20 +30,20 @@ def _yaml(name: str) -> Any:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_page_links_lead_to_existing_files(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_by_a_name_have_their_address(page):
+def test_named_page_links_have_their_address(page):
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     named, defined = set(re.findall(r"\]\[([^]]+)\]", text)), re.findall(r"^\[([^]]+)\]: https://\S+$", text, re.M)
     assert named == set(defined) and len(defined) == len(named)
 
 
-def test_a_cell_of_the_comparison_is_of_the_copy_that_was_read():
+def test_comparison_page_cites_only_the_commits_that_were_read():
     text, repository = _text("docs/compare.md"), r"github\.com/([\w.-]+/[\w.-]+)/"
     read = set(re.findall(rf"{repository}tree/(\w+)\)", text))
     cited = set(re.findall(rf"{repository}(?:blob|tree)/(\w+)/", text))
@@ -51,7 +51,7 @@ def test_a_cell_of_the_comparison_is_of_the_copy_that_was_read():
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
-def test_the_longest_rows_are_those_that_were_measured(name):
+def test_longest_row_tables_show_measured_numbers(name):
     measured = json.loads(_text("benchmarks/results/2026-11-25-longest/longest.json"))
     tokens = {row["side"]: row["tokens"] for row in measured["rows"]}
     table = re.search(r"^\|.*tokens;.*\n((?:\|.*\n)+)", _text(name), flags=re.MULTILINE)
@@ -63,19 +63,19 @@ def test_the_longest_rows_are_those_that_were_measured(name):
         assert f"{tokens[own] / tokens[other]:.1f} times" in _text(name)
 
 
-def test_every_folder_of_results_is_in_the_table_of_their_page():
+def test_every_results_folder_is_listed_on_their_page():
     listed = re.findall(r"^\| \[(20[\w-]+)\]\(\1\) \|", _text("benchmarks/results/README.md"), flags=re.MULTILINE)
     assert listed == sorted(path.name for path in (ROOT / "benchmarks" / "results").iterdir() if path.is_dir())
 
 
-def test_every_guard_exists():
+def test_every_test_named_in_faults_md_exists():
     named = set(re.findall(r"`(test_\w+)`", _text("tests/faults.md")))
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", source, flags=re.MULTILINE))
     assert len(named) > 20 and not named - defined
 
 
-def test_headings_that_links_name_are_there():
+def test_headings_named_by_links_exist():
     for page in PAGES:
         for target, heading in re.findall(r"\]\(([^)#]*)#([^)]*)\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
@@ -84,7 +84,7 @@ def test_headings_that_links_name_are_there():
                 assert heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], target
 
 
-def test_settings_that_pages_name_exist():
+def test_settings_named_on_pages_exist():
     settings = _yaml("examples/train.yaml")
     groups = "|".join(name for name, value in settings.items() if isinstance(value, dict))
     unknown = {
@@ -102,7 +102,7 @@ def test_every_page_is_in_the_index():
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
 
 
-def test_pictures_are_those_of_the_code_and_the_results(tmp_path):
+def test_pictures_match_the_code_and_the_results(tmp_path):
     """After a change of imports or results: python docs/pictures."""
     subprocess.run([sys.executable, ROOT / "docs" / "pictures", tmp_path], check=True, capture_output=True)
     drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
@@ -123,7 +123,7 @@ def test_workflows_call_targets_that_exist():
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
 
 
-def test_commits_are_checked_by_the_ruff_that_is_installed():
+def test_pre_commit_uses_the_pinned_ruff_version():
     pinned = re.search(r"^ruff==(.*)$", _text("requirements-ci.txt"), flags=re.MULTILINE)
     revisions = {repository["repo"]: repository["rev"] for repository in _yaml(".pre-commit-config.yaml")["repos"]}
     assert pinned and revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{pinned[1]}"
@@ -138,7 +138,7 @@ def test_six_paths_lead_through_at_most_twelve_files_each():
     assert [file for of_path in files for file in sorted(of_path) if not (ROOT / "src/tawpipe" / file).is_file()] == []
 
 
-def test_the_version_is_the_same_everywhere():
+def test_version_is_equal_in_all_files():
     citation = _yaml("CITATION.cff")
     assert {"cff-version", "message", "title", "authors", "version", "license"} <= citation.keys()
     assert all({"type", "title", "authors"} <= reference.keys() for reference in citation["references"])
@@ -148,7 +148,7 @@ def test_the_version_is_the_same_everywhere():
     assert citation["version"] == pyproject[1] == newest[1] == tawpipe.__version__
 
 
-def test_the_table_of_strategies_is_in_the_docs():
+def test_design_page_lists_every_strategy_and_its_refusals():
     text, refusing = _text("docs/design.md"), dict[str, list[str]]()
     for name, strategy in ((name, strategies()[name]) for name in EVERY):
         if not strategy.candidate:  # the lab's own rows

@@ -11,7 +11,7 @@ from tawpipe.orders import search
 from tawpipe.schedule.pipelines.made import SEARCH
 
 
-def test_the_first_call_imports_the_room_that_registers(tmp_path, monkeypatch):
+def test_first_call_imports_the_registering_package(tmp_path, monkeypatch):
     door = Door[str]("higher_room")
     monkeypatch.setitem(sys.modules, "lower_room", type(sys)("lower_room"))
     sys.modules["lower_room"].door = door  # type: ignore[attr-defined]
@@ -23,12 +23,12 @@ def test_the_first_call_imports_the_room_that_registers(tmp_path, monkeypatch):
     assert door() == "offered" and "higher_room" not in sys.modules
 
 
-def test_what_is_registered_stands_behind_the_door():
+def test_door_returns_the_registered_object():
     door = Door[str]("no_such_room")
     with pytest.raises(ModuleNotFoundError, match="no_such_room"):
         door()
     assert door.register("offered") == door() == "offered"
 
 
-def test_the_search_for_orders_registers_itself():
+def test_order_search_registers_itself():
     assert SEARCH() is SEARCH() and SEARCH().arrange is search.arrange.arrange

@@ -67,7 +67,7 @@ def test_the_notebook_runs(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert re.search(r" chosen(, heuristic order)?\s*$", said, re.MULTILINE), said
 
 
-def test_the_notebook_has_no_outputs() -> None:
+def test_notebook_contains_no_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -75,7 +75,7 @@ def test_the_notebook_has_no_outputs() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_for_people_from_the_trainer_runs_alone_and_as_two_processes(
+def test_from_trainer_script_runs_alone_and_as_two_processes(
     alone: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With the variables that torchrun gives, which tests/launch starts."""

@@ -11,7 +11,7 @@ from tawpipe import extras
 from tawpipe.extras import CLONE, install_hint
 
 
-def test_a_clone_is_installed_from_and_a_wheel_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_hint_names_the_clone_or_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CLONE)
     assert install_hint("plan") == "pip install -e '.[plan]'"
     monkeypatch.chdir(tmp_path)
@@ -20,7 +20,7 @@ def test_a_clone_is_installed_from_and_a_wheel_by_its_name(tmp_path: Path, monke
     assert install_hint("peft") == "pip install 'tawpipe[peft]'"
 
 
-def test_extras_that_are_named_are_there() -> None:
+def test_extras_named_by_install_hints_exist() -> None:
     defined = re.findall(r"^(\w+) = \[", (CLONE / "pyproject.toml").read_text(), flags=re.MULTILINE)
     sources = "\n".join(path.read_text() for path in (CLONE / "src").rglob("*.py"))
     named = set(re.findall(r"install_hint\(['\"](\w+)", sources))

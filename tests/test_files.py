@@ -14,7 +14,7 @@ from tawpipe.files import REPLACED, checksum, replace_folder, replace_text, sync
 from tawpipe.garbage import RARELY, leave_imports_alone, rarely_collected
 
 
-def test_a_text_that_cannot_be_written_leaves_the_old_one_and_nothing_beside_it(tmp_path: Path, monkeypatch) -> None:
+def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch) -> None:
     file = tmp_path / "state.json"
     replace_text(file, "old")
 
@@ -35,14 +35,14 @@ def folder_with(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+def test_replace_folder_replaces_an_existing_folder(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "best", "old")
     replace_folder(folder_with(tmp_path / "new", "new"), folder)
     assert (folder / "content").read_text() == "new" and list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("dangling", [False, True])
-def test_a_folder_takes_the_place_of_a_link_and_what_it_led_to_stays(tmp_path: Path, dangling: bool) -> None:
+def test_replace_folder_replaces_a_link_and_keeps_its_target(tmp_path: Path, dangling: bool) -> None:
     folder, elsewhere = tmp_path / "best", tmp_path / "elsewhere"
     folder.symlink_to(tmp_path / "nowhere" if dangling else folder_with(elsewhere, "linked"))
     for text in ("new", "newer"):
@@ -52,14 +52,14 @@ def test_a_folder_takes_the_place_of_a_link_and_what_it_led_to_stays(tmp_path: P
     assert dangling or (elsewhere / "content").read_text() == "linked"
 
 
-def test_a_link_left_by_a_crash_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_replace_folder_removes_a_link_left_by_a_crash(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "best", "old")
     (tmp_path / f"best{REPLACED}").symlink_to(tmp_path)
     replace_folder(folder_with(tmp_path / "made", "new"), folder)
     assert (folder / "content").read_text() == "new" and list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_folder_that_cannot_be_renamed_leaves_the_one_before(tmp_path: Path) -> None:
+def test_failed_rename_leaves_the_former_folder(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "best", "old")
     folder_with(tmp_path / f"best{REPLACED}", "left by a crash")
     with pytest.raises(OSError):
@@ -67,7 +67,7 @@ def test_a_folder_that_cannot_be_renamed_leaves_the_one_before(tmp_path: Path) -
     assert (folder / "content").read_text() == "old" and list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_checksum_is_that_of_all_bytes_whether_cached_or_not(tmp_path: Path) -> None:
+def test_checksum_covers_all_bytes_cached_or_not(tmp_path: Path) -> None:
     file = tmp_path / "large"
     content = bytes(range(256)) * 3000
     file.write_bytes(content)
@@ -80,7 +80,7 @@ def test_a_checksum_is_that_of_all_bytes_whether_cached_or_not(tmp_path: Path) -
         sync(tmp_path / "missing")
 
 
-def test_collecting_is_as_it_was_after_an_error() -> None:
+def test_collection_thresholds_are_restored_after_an_error() -> None:
     before = gc.get_threshold()
     with pytest.raises(RuntimeError), rarely_collected():
         assert gc.get_threshold() == RARELY
@@ -91,7 +91,7 @@ def test_collecting_is_as_it_was_after_an_error() -> None:
     assert gc.get_threshold() == before
 
 
-def test_imports_are_left_alone_once(monkeypatch) -> None:
+def test_imports_are_frozen_from_collection_only_once(monkeypatch) -> None:
     """Later there may be pipelines among what would be kept for ever."""
     frozen: list[bool] = []
     monkeypatch.setattr(garbage, "gc", SimpleNamespace(freeze=lambda: frozen.append(True)))

@@ -59,7 +59,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.slow
-def test_every_command_of_the_page_runs_and_the_tuned_model_answers(place: Path, monkeypatch, capsys):
+def test_fine_tuning_page_commands_run_and_the_tuned_model_answers(place: Path, monkeypatch, capsys):
     monkeypatch.chdir(place)
     plan, train, ask, *others = commands()
     assert main(plan[1:]) == 0
@@ -87,7 +87,7 @@ def test_every_command_of_the_page_runs_and_the_tuned_model_answers(place: Path,
 
 
 @pytest.mark.slow
-def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, monkeypatch, capsys):
+def test_changed_adapter_or_freeze_patterns_are_refused_on_resume(place: Path, monkeypatch, capsys):
     monkeypatch.chdir(place)
     run_of = ["train", *GIVEN, "--output", "state"]
     adapter, bits = ["--lora.rank", "4", "--lora.dropout", "0.3"], ["--quantize", "nf4"]
@@ -120,7 +120,9 @@ def test_another_adapter_or_other_patterns_are_refused_on_resume(place: Path, mo
         (["--freeze", "model.layer.0"], "--freeze: got 'model.layer.0'"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_before_documents_are_read(place: Path, monkeypatch, capsys, words, expected):
+def test_wrong_fine_tuning_settings_are_refused_before_reading_documents(
+    place: Path, monkeypatch, capsys, words, expected
+):
     monkeypatch.chdir(place)
     assert main(["train", *GIVEN, *SHORT, "--output", "refused", *words]) == 2
     said = capsys.readouterr()
@@ -128,7 +130,7 @@ def test_what_cannot_be_tuned_is_refused_before_documents_are_read(place: Path, 
 
 
 @pytest.mark.slow
-def test_a_run_with_an_adapter_survives_a_killed_process(place: Path, monkeypatch):
+def test_adapter_run_survives_a_killed_process(place: Path, monkeypatch):
     """Two processes, of which one is killed, see the losses of one process, dropout included."""
     monkeypatch.chdir(place)
     adapter = ["--lora.rank", "4", "--lora.dropout", "0.3", "--lora.dora", "--quantize", "nf4"]

@@ -45,7 +45,7 @@ def memory(folder: str, limit: object, used: int, *, read: int = 0, old: bool = 
 
 
 @pytest.mark.parametrize("jobs", [("max", 3 * GIB), (3 * GIB, "max"), (3 * GIB, 8 * GIB), (NO_LIMIT, 3 * GIB)])
-def test_the_least_on_the_way_up_counts(system, jobs):
+def test_smallest_memory_limit_of_all_parent_groups_counts(system, jobs):
     """Slurm limits the job, or its step; systemd a slice above a service."""
     files = memory("slice/", jobs[0], GIB, read=GIB // 2) | memory("slice/job_7/", jobs[1], GIB, read=GIB // 2)
     files |= memory("slice/job_7/task/", "max", GIB) | memory("slice/other/", GIB, 0)  # and of others nothing
@@ -53,14 +53,14 @@ def test_the_least_on_the_way_up_counts(system, jobs):
     assert job_limits.memory_left() == 2.5 * GIB
 
 
-def test_a_group_that_slows_down_beyond_some_memory_is_full_there(system):
+def test_memory_high_counts_as_a_limit(system):
     files = memory("a.service/", 8 * GIB, GIB) | {"a.service/memory.high": 2 * GIB}
     system(["0::/a.service"], [V2.format(root="/")], files)
     assert job_limits.memory_left() == GIB
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_version_1_and_both_together(system, both: bool):
+def test_limits_of_cgroup_v1_and_of_both_versions_are_read(system, both: bool):
     groups = ["4:memory:/slurm/uid_1/job_7/step_0", "2:cpu,cpuacct:/slurm/uid_1", "1:name=systemd:/x"]
     mounts = [
         V1.format(root="/", place="memory", names="memory"),
@@ -78,7 +78,7 @@ def test_version_1_and_both_together(system, both: bool):
     assert job_limits.processors() == 2
 
 
-def test_a_limit_that_a_container_does_not_see_is_in_the_counts_of_version_1(system):
+def test_cgroup_v1_limit_outside_a_container_is_read_from_memory_stat(system):
     files = memory("memory/", NO_LIMIT, GIB, old=True)
     files["memory/memory.stat"] = f"cache 0\nhierarchical_memory_limit {4 * GIB}\ntotal_active_file 0"
     system(["4:memory:/docker/a"], [V1.format(root="/docker/a", place="memory", names="memory")], files)
@@ -98,7 +98,7 @@ def test_a_limit_that_a_container_does_not_see_is_in_the_counts_of_version_1(sys
         ("/a b", "/a\\040b", ""),
     ],
 )
-def test_groups_are_found_from_within_containers(system, path: str, root: str, folder: str):
+def test_control_groups_are_found_from_within_containers(system, path: str, root: str, folder: str):
     system([f"0::{path}"], [V2.format(root=root)], memory(folder, 3 * GIB, GIB) | memory("../stray/", 1, 1))
     assert job_limits.memory_left() == 2 * GIB
 
@@ -114,13 +114,13 @@ def test_groups_are_found_from_within_containers(system, path: str, root: str, f
         (("", "0 0"), 16),
     ],
 )
-def test_processors_are_whole_shares_of_time(system, shares: tuple[str, str], count: int):
+def test_processors_are_rounded_from_cpu_shares(system, shares: tuple[str, str], count: int):
     files: dict[str, object] = {"cpu.max": "max 100000", "job/cpu.max": shares[0], "job/step/cpu.max": shares[1]}
     system(["0::/job/step"], [V2.format(root="/")], files)
     assert job_limits.processors() == count
 
 
-def test_without_groups_there_is_no_limit(system, monkeypatch: pytest.MonkeyPatch):
+def test_missing_control_groups_mean_no_limit(system, monkeypatch: pytest.MonkeyPatch):
     assert job_limits.memory_left() == math.inf and job_limits.processors() == 16, "no /proc"
     system(["0::/a"], ["22 1 8:1 / / rw - ext4 /dev/sda1 rw"], {"a/memory.max": 1})
     assert job_limits.memory_left() == math.inf, "no mount"
@@ -132,7 +132,7 @@ def test_without_groups_there_is_no_limit(system, monkeypatch: pytest.MonkeyPatc
     assert job_limits.processors() == (os.cpu_count() or 1)
 
 
-def test_a_group_of_this_system_leaves_what_its_limit_says():
+def test_real_control_group_limit_is_measured():
     """The kernel is the judge: a process in a new group, below one with the limit."""
     version_1, version_2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup/cgroup.controllers")
     root = version_1 if version_1.is_dir() else version_2.parent

@@ -10,7 +10,7 @@ import pytest
 import tawpipe
 
 
-def test_the_librarys_names_are_listed_before_anything_is_loaded() -> None:
+def test_public_names_are_listed_without_loading_torch() -> None:
     """In a process of its own: here everything has been imported."""
     code = "import sys, tawpipe; print(dir(tawpipe)); print(sorted({'torch', 'transformers', 'yaml'} & {*sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -18,7 +18,7 @@ def test_the_librarys_names_are_listed_before_anything_is_loaded() -> None:
     assert names == str(sorted(tawpipe.__all__)) and loaded == "[]"
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_resolves() -> None:
     assert dir(tawpipe) == sorted(tawpipe.__all__)
     assert all(getattr(tawpipe, name) is not None for name in tawpipe.__all__)
     assert {*tawpipe._HOMES, "register_strategy"} == {*tawpipe.__all__}

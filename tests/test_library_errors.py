@@ -25,7 +25,7 @@ SOURCE = Path(tawpipe.__file__).parent
 KNOWN = {"--import", *(leaf.option for leaf in train_options().leaves.values())}
 
 
-def test_every_setting_of_the_library_is_an_option() -> None:
+def test_every_library_setting_is_a_command_option() -> None:
     assert KNOWN.issuperset(OPTIONS.values())
     for group, settings in zip(GROUPS, (LoraSettings, RopeSettings), strict=True):
         for field in fields(settings):
@@ -33,14 +33,14 @@ def test_every_setting_of_the_library_is_an_option() -> None:
             assert as_option(UserError(name, 0, "1")).setting in KNOWN, name
 
 
-def test_names_on_both_sides_are_told_apart() -> None:
+def test_other_error_names_are_not_changed_to_options() -> None:
     """What is no argument with another name stays as it is: options, keys of a schedule, a place in a file."""
     for name in ("--model", "schedule.recompute", "batch", "lora.rank in run.yaml, line 3", "command line"):
         error = UserError(name, 0, "1")
         assert as_option(error) is error
 
 
-def test_no_error_of_the_library_names_an_option() -> None:
+def test_library_errors_never_name_an_option() -> None:
     """Neither where it is made nor by a name of the module that stands for its setting."""
     for path in (path for room in ROOMS for path in (SOURCE / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -64,7 +64,7 @@ def test_no_error_of_the_library_names_an_option() -> None:
         (lambda folder: import_strategies(["nowhere.to.be"]), "modules: got 'nowhere", "--import: got 'nowhere"),
     ],
 )
-def test_a_call_names_the_argument_and_a_command_the_option(
+def test_call_error_names_the_argument_and_command_error_the_option(
     refused: Callable[[Path], object], argument: str, option: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError) as caught:
@@ -73,7 +73,7 @@ def test_a_call_names_the_argument_and_a_command_the_option(
     assert str(as_option(caught.value)).startswith(option)
 
 
-def test_a_command_prints_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_its_option_in_the_error(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "tiny", "--data", __file__, "--vocab-size", "300", "--steps", "1", "--global-batch", "2"]
     assert main(["train", *words, "--sequence-length", "8", "--rope.beta-fast", "8"]) == 2
     assert "tawpipe: error: --rope.beta-fast: got 8.0; unset under --rope.scaling none" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def broken_pipe() -> int:
         ("utf-8", "a lone \ud83d"),
     ],
 )
-def test_a_letter_that_is_lacking_is_written_as_python_escapes_it(encoding, text, tmp_path):
+def test_unencodable_letter_is_escaped_as_python_does(encoding, text, tmp_path):
     with (tmp_path / "python").open("w", encoding=encoding, errors="backslashreplace") as file:
         print(text, file=file)
     with (tmp_path / "ours").open("w", encoding=encoding) as file:
@@ -53,7 +53,7 @@ def test_a_letter_that_is_lacking_is_written_as_python_escapes_it(encoding, text
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "python").read_bytes()
 
 
-def test_lost_lines_are_said_once_and_counted(capsys):
+def test_lost_lines_are_reported_once_and_counted(capsys):
     with os.fdopen(broken_pipe(), "w") as stream:
         for broken in (stream, Closed()):
             console = Console(stream=broken)
@@ -67,7 +67,7 @@ def test_lost_lines_are_said_once_and_counted(capsys):
             stream.close()
 
 
-def test_what_cannot_be_shown_is_said_once_and_counted():
+def test_failed_display_is_reported_once_and_counted():
     stream = io.StringIO()
     console = Console(stream=stream)
     for problem in (RuntimeError("no display"), UnicodeEncodeError("ascii", "é", 0, 1, "no"), MemoryError()):
@@ -81,12 +81,12 @@ def test_what_cannot_be_shown_is_said_once_and_counted():
 
 
 @pytest.mark.parametrize("signal", [KeyboardInterrupt, SystemExit])
-def test_who_ends_the_process_does(signal):
+def test_keyboard_interrupt_and_system_exit_are_not_suppressed(signal):
     with pytest.raises(signal), Console(stream=io.StringIO()).showing("picture"):
         raise signal
 
 
-def test_a_wrap_of_a_wrap_is_one():
+def test_lossy_stream_is_wrapped_only_once():
     inner = io.StringIO()
     lossy(lossy(lossy(inner, (BrokenPipeError,)))).write("once\n")
     assert inner.getvalue() == "once\n"
@@ -98,7 +98,7 @@ def run_on(stream: TextIO | None, monkeypatch: pytest.MonkeyPatch) -> int:
     return main(["train", "--print-config", "--output", LETTERS])
 
 
-def test_a_command_outlives_its_reader(monkeypatch, capsys, tmp_path):
+def test_command_continues_after_its_reader_has_gone(monkeypatch, capsys, tmp_path):
     with os.fdopen(broken_pipe(), "w") as pipe:
         assert run_on(pipe, monkeypatch) == 0
     assert run_on(None, monkeypatch) == 0
@@ -109,14 +109,14 @@ def test_a_command_outlives_its_reader(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
-def test_a_command_whose_output_a_full_disk_does_not_take_has_failed(monkeypatch, capsys):
+def test_command_fails_if_a_full_disk_takes_no_output(monkeypatch, capsys):
     with FULL.open("w") as file:
         assert run_on(file, monkeypatch) == 1
     said = capsys.readouterr().err
     assert "No space left" in said and "Traceback" not in said
 
 
-def test_an_interpreter_ends_well_without_its_reader():
+def test_interpreter_ends_without_error_after_its_reader_has_gone():
     pipe = broken_pipe()
     code = "import sys; from tawpipe.cli import main; sys.exit(main(['--version']))"
     done = subprocess.run([sys.executable, "-c", code], stdout=pipe, stderr=subprocess.PIPE, timeout=120)

@@ -62,18 +62,18 @@ def _not_run(command: Command) -> str | None:
 TO_RUN = [one for one in ALL if one.tawpipe and not _not_run(one) and one.page not in RUN_ELSEWHERE]
 
 
-def test_parsers_take_every_command_of_every_page():
+def test_parsers_accept_every_command_of_every_page():
     complaints = {f"{one.page}: {one.text}": said for one in ALL if (said := complaint(one))}
     assert not complaints
     assert len(ALL) > 40
 
 
-def test_a_wrong_option_in_a_page_would_be_found():
+def test_wrong_option_on_a_page_is_detected():
     for words in ("tawpipe train --learning-rat 1", "tawpipe plan --model tiny --topologie 2x2", "make trian"):
         assert complaint(Command("page.md", tuple(words.split())))
 
 
-def test_options_in_the_text_of_pages_exist():
+def test_options_in_page_text_exist():
     known = known_options()
     unknown = {
         f"{page.name}: {code}"
@@ -84,7 +84,7 @@ def test_options_in_the_text_of_pages_exist():
     assert not unknown
 
 
-def test_scripts_in_the_text_of_pages_are_there_and_have_these_options(tmp_path: Path):
+def test_scripts_in_page_text_exist_with_their_options(tmp_path: Path):
     (tmp_path / "page.md").write_text("Run `python benchmarks/none.py\n--out DIR`, not `python -m pip`.")
     assert [*inline_scripts(tmp_path / "page.md")] == [("benchmarks/none.py", "--out", "DIR")]
     scripts = [(page.name, *words) for page in PAGES for words in inline_scripts(page)]
@@ -100,7 +100,7 @@ def test_scripts_in_the_text_of_pages_are_there_and_have_these_options(tmp_path:
     assert not unknown
 
 
-def test_what_is_not_run_is_on_a_page_and_everything_else_has_a_test():
+def test_every_page_command_is_run_or_listed_as_not_run():
     unused = [pattern for pattern in NOT_RUN if not any(re.fullmatch(pattern, one.text, re.DOTALL) for one in ALL)]
     assert not unused, "no page has such a command any more"
     assert {one.page for one in ALL} >= RUN_ELSEWHERE.keys() and all(
@@ -154,7 +154,7 @@ def _pages() -> list[Any]:
 
 @pytest.mark.usefixtures("few_strategies", "short_past")
 @pytest.mark.parametrize("page", _pages())
-def test_commands_of_the_page_run(page: str, place: Path, tmp_path: Path, monkeypatch, capsys):
+def test_commands_of_every_page_run(page: str, place: Path, tmp_path: Path, monkeypatch, capsys):
     """In their order, because some use what others have made."""
     folder = shutil.copytree(place, tmp_path / "page")
     monkeypatch.chdir(folder)

@@ -53,7 +53,9 @@ def dry_run(small_models: Path, model: str, *others: str) -> int:
 
 @pytest.mark.usefixtures("short_past")
 @pytest.mark.parametrize(("model", "way"), [*USUAL, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SELDOM)])
-def test_a_recipe_runs_dry(small_models: Path, model: str, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_recipe_passes_a_dry_run(
+    small_models: Path, model: str, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert dry_run(small_models, model, way, "machines") == 0, capsys.readouterr().err
     assert "all checks passed" in capsys.readouterr().out
 
@@ -61,11 +63,11 @@ def test_a_recipe_runs_dry(small_models: Path, model: str, way: str, capsys: pyt
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_past")
 @pytest.mark.parametrize(("model", "way"), OTHERS)
-def test_recipes_go_with_other_models(small_models: Path, model: str, way: str) -> None:
+def test_recipes_work_with_other_models(small_models: Path, model: str, way: str) -> None:
     assert dry_run(small_models, model, way) == 0
 
 
-def test_every_file_is_tried_and_names_a_model_or_a_way() -> None:
+def test_every_recipe_file_is_tested_and_names_a_model_or_a_way() -> None:
     assert {path.stem for path in RECIPES.glob("*.yaml")} == {*MODELS, *WAYS, "machines"}
     for model in MODELS:
         assert "/" in load_config(config_words(model)).model

@@ -49,13 +49,13 @@ def _in_navigation() -> set[str]:
     return found
 
 
-def test_the_navigation_has_every_page_and_no_other(folder):
+def test_site_navigation_lists_exactly_the_pages(folder):
     named = _in_navigation()
     assert {name for name in named if not (folder / name).is_file()} == set()
     assert {page.name for page in folder.glob("*.md")} <= named
 
 
-def test_links_of_all_pages_lead_to_files_of_the_site(folder):
+def test_site_links_lead_to_files(folder):
     pages = list(folder.rglob("*.md"))
     for page in pages:
         text = re.sub(r"^(`{3,}).*?^\1$|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
@@ -66,7 +66,7 @@ def test_links_of_all_pages_lead_to_files_of_the_site(folder):
     assert (folder / "pictures" / "traffic.svg").is_file()
 
 
-def test_a_link_that_leads_nowhere_is_an_error(folder, tmp_path):
+def test_broken_link_of_a_page_is_an_error(folder, tmp_path):
     import sources  # type: ignore[import-not-found]
 
     (tmp_path / "docs").mkdir()
@@ -75,7 +75,7 @@ def test_a_link_that_leads_nowhere_is_an_error(folder, tmp_path):
         sources.collect(tmp_path, tmp_path / "made")
 
 
-def test_the_reference_names_what_there_is(folder):
+def test_site_reference_lists_every_public_name_setting_and_command(folder):
     library = (folder / "library.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^## (.*)", library, flags=re.M)) == set(tawpipe.__all__)
     assert "### Pipeline.step\n" in library and "| `optimizer` |" in library

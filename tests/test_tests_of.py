@@ -40,7 +40,7 @@ def file_with(tmp_path: Path, text: str) -> Path:
         ("from cases import llama", "pipeline/pipeline.py"),  # through tests/support
     ],
 )
-def test_what_a_test_imports_is_found(tmp_path: Path, text: str, module: str) -> None:
+def test_tests_of_finds_the_imports_of_a_test(tmp_path: Path, text: str, module: str) -> None:
     assert (PACKAGE / module).exists()
     assert PACKAGE / module in reached(file_with(tmp_path, text))
 
@@ -55,17 +55,17 @@ def test_what_a_test_imports_is_found(tmp_path: Path, text: str, module: str) ->
         "'a:b:c'",
     ],
 )
-def test_what_is_only_spoken_of_is_not_imported(tmp_path: Path, text: str) -> None:
+def test_module_names_in_plain_strings_are_not_imports(tmp_path: Path, text: str) -> None:
     assert not reached(file_with(tmp_path, text))
 
 
-def test_what_a_module_imports_itself_is_not_looked_at_by_its_tests(tmp_path: Path) -> None:
+def test_indirect_imports_of_a_module_do_not_count_for_its_tests(tmp_path: Path) -> None:
     """Or nearly every test would be one of nearly every module."""
     found = reached(file_with(tmp_path, "from tawpipe.schedule.sets import in_sets"))
     assert found == {PACKAGE / "schedule/sets.py"}
 
 
-def test_names_belong_to_the_module_that_defines_them() -> None:
+def test_defining_finds_the_module_that_defines_a_name() -> None:
     assert defining("tawpipe.simulate", "play") == PACKAGE / "simulate/clock.py"
     assert defining("tawpipe.schedule", "sets") == PACKAGE / "schedule/sets.py"
     assert defining("tawpipe.simulate", "nothing") == PACKAGE / "simulate/__init__.py"
@@ -74,7 +74,7 @@ def test_names_belong_to_the_module_that_defines_them() -> None:
     assert ROOT / "tests/support/pipelines.py" in imported(ROOT / "tests/support/cases.py")
 
 
-def test_tests_of_a_folder_are_those_of_its_files() -> None:
+def test_tests_of_a_folder_include_those_of_its_files() -> None:
     own, all_of_them = (
         tests_of.tests_of(PACKAGE / "schedule/routes/ring.py"),
         tests_of.tests_of(PACKAGE / "schedule/routes"),
@@ -83,7 +83,7 @@ def test_tests_of_a_folder_are_those_of_its_files() -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["src/tawpipe/missing.py"], ["tests/test_topology.py"], [str(ROOT)]])
-def test_a_path_that_is_not_of_src_is_refused_with_what_would_be_right(words, monkeypatch, capsys) -> None:
+def test_path_outside_src_is_refused_with_the_right_usage(words, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("subprocess.call", lambda *_, **__: pytest.fail("no test is run"))
     assert tests_of.main(words) == 2
@@ -91,7 +91,7 @@ def test_a_path_that_is_not_of_src_is_refused_with_what_would_be_right(words, mo
     assert said.startswith(f"FILE: got {words[0] if words else ''!r}; a file or folder of src: make test-of FILE=src/")
 
 
-def test_tests_are_named_and_run_with_further_words(monkeypatch, capsys) -> None:
+def test_tests_of_prints_and_runs_tests_with_extra_arguments(monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
     ran: list[list[str]] = []
     monkeypatch.setattr("subprocess.call", lambda command, **_: ran.append(command) or 5)

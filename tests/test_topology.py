@@ -12,7 +12,7 @@ from tawpipe.topology import Topology
 ODD = Topology(((0, 1, 2, 3), (4, 5)))
 
 
-def test_uneven_nodes_are_cut_into_groups():
+def test_uneven_nodes_are_split_into_even_groups():
     assert ODD.evened() == Topology.grid(3, 2)
     assert Topology(((0, 1, 2), (3, 4))).evened() == Topology.grid(5, 1)
     assert Topology.grid(2, 4).evened() == Topology.grid(2, 4)
@@ -20,7 +20,7 @@ def test_uneven_nodes_are_cut_into_groups():
     assert ODD.world_size == 6 and not ODD.is_even and [ODD.node_of(rank) for rank in range(6)] == [0, 0, 0, 0, 1, 1]
 
 
-def test_the_busiest_link_carries_no_more_than_it_must():
+def test_busiest_link_of_uneven_nodes_carries_only_missing_shards():
     """A node with a third of the devices has a third of every unit: the other two thirds must come in."""
     schedule = build(step_for(llama(4), ODD.evened(), 6, strategy="tawpipe-spread", reuse=False))
     said = costs(schedule, Widths(4, 4, 4, 2), activation_bytes={}, nodes=ODD)

@@ -14,7 +14,7 @@ from processes import wait_for
 from tawpipe.worker import Worker
 
 
-def test_a_worker_answers_in_turn_and_ends_by_a_fault():
+def test_worker_answers_in_order_and_ends_after_an_error():
     worker = Worker()
     worker.ask(math.gcd, 12, 18)
     worker.ask(os.getpid)
@@ -27,7 +27,7 @@ def test_a_worker_answers_in_turn_and_ends_by_a_fault():
     worker.close()
 
 
-def test_a_worker_does_not_outlive_the_process_that_started_it():
+def test_worker_does_not_outlive_its_parent_process():
     script = "import os, tawpipe.worker as w; worker = w.Worker(); print(worker.process.pid, flush=True); os._exit(0)"
     pid = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout)
     command = Path(f"/proc/{pid}/cmdline")
