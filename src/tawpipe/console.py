@@ -157,10 +157,10 @@ class Console:
         left_s = (num_steps - step) * (at - began) / (step - first) if step > first else None
         width = len(str(num_steps))
         head = f"step {step:>{width}}/{num_steps}"
-        said = [f"loss {loss:.4f}", f"grad norm {grad_norm:.3g}", f"{tokens_per_second:,.0f} tokens/s"]
+        texts = [f"loss {loss:.4f}", f"grad norm {grad_norm:.3g}", f"{tokens_per_second:,.0f} tokens/s"]
         if self._has_bar:
             used = [f"{name} {share:.0%}" for name, share in (shares or {}).items() if share is not None]
-            self._bar.update(step, num_steps, [said[0], said[2], *used], None if left_s is None else at + left_s)
+            self._bar.update(step, num_steps, [texts[0], texts[2], *used], None if left_s is None else at + left_s)
             if self._live is None:
                 # Do not redirect standard error if it is a file or a pipe to the launcher.
                 redirect = sys.stderr.isatty()
@@ -174,7 +174,7 @@ class Console:
                 self._live.start(refresh=True)
         if extra or (line and not self._has_bar):
             left = [f"{duration(left_s)} left"] if left_s is not None else []
-            self.line(" | ".join([head, *said, *left, *([extra] if extra else [])]))
+            self.line(" | ".join([head, *texts, *left, *([extra] if extra else [])]))
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -291,29 +291,29 @@ class _Bar:
         clock: returns the time in seconds; the displayed time left decreases between steps.
         step: newest step.
         num_steps: number of steps of the run.
-        said: texts after the step number, the most important first.
+        texts: texts after the step number, the most important first.
         ends_at: expected end of the run by ``clock``, or None if unknown.
     """
 
     clock: Callable[[], float]
     step: int = 0
     num_steps: int = 1
-    said: Sequence[str] = field(default_factory=list)
+    texts: Sequence[str] = field(default_factory=list)
     ends_at: float | None = None
 
-    def update(self, step: int, num_steps: int, said: Sequence[str], ends_at: float | None) -> None:
+    def update(self, step: int, num_steps: int, texts: Sequence[str], ends_at: float | None) -> None:
         """Store the values that the next drawing of the bar shows."""
-        self.step, self.num_steps, self.said, self.ends_at = step, num_steps, said, ends_at
+        self.step, self.num_steps, self.texts, self.ends_at = step, num_steps, texts, ends_at
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
         room = max(1, options.max_width - 1)  # some terminals start a new line after a completely filled one
-        said = [f"step {self.step:>{len(str(self.num_steps))}}/{self.num_steps}", *self.said]
+        texts = [f"step {self.step:>{len(str(self.num_steps))}}/{self.num_steps}", *self.texts]
         if self.ends_at is not None:
-            said.insert(2, f"{duration(max(0.0, self.ends_at - self.clock()))} left")
-        while len(said) > 1 and len(" | ".join(said)) > room:
-            said.pop()
-        head, *rest = said
-        width = min(WIDTHS[1], room - len(" | ".join(said)) - 3)
+            texts.insert(2, f"{duration(max(0.0, self.ends_at - self.clock()))} left")
+        while len(texts) > 1 and len(" | ".join(texts)) > room:
+            texts.pop()
+        head, *rest = texts
+        width = min(WIDTHS[1], room - len(" | ".join(texts)) - 3)
         yield Text(head[:room], end="")
         if width >= WIDTHS[0]:
             bar = ProgressBar(total=self.num_steps, completed=self.step, width=width)

@@ -57,8 +57,8 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 def missing_cuda_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the entries of ``CUDA_VARIABLES`` that ``environ`` does not set under any of their names."""
-    said = {"PYTORCH_ALLOC_CONF"} if any(name in environ for name in ALLOCATOR) else set[str]()
-    return {name: value for name, value in CUDA_VARIABLES.items() if name not in environ and name not in said}
+    present = {"PYTORCH_ALLOC_CONF"} if any(name in environ for name in ALLOCATOR) else set[str]()
+    return {name: value for name, value in CUDA_VARIABLES.items() if name not in environ and name not in present}
 
 
 def set_cuda_variables(environ: MutableMapping[str, str] = os.environ) -> None:

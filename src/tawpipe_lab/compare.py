@@ -429,8 +429,8 @@ def _predicted_memory(cell: Cell, entry: Entry) -> float | None:
         return None
     schedule = ours.schedule_of(entry.strategy, workload, Topology.grid(cell.nodes, cell.local), entry.all_knobs)
     widths = Widths(weight=4, gradient=4, master=4, optimizer_states=2 if workload.optimizer else 0)
-    said = costs(schedule, widths, activation_bytes=activation_sizes(workload))
-    return (said.home_bytes + said.buffer_bytes + said.activation_bytes) / 2**30
+    rank_costs = costs(schedule, widths, activation_bytes=activation_sizes(workload))
+    return (rank_costs.home_bytes + rank_costs.buffer_bytes + rank_costs.activation_bytes) / 2**30
 
 
 def _row(

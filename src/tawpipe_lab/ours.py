@@ -151,9 +151,9 @@ class OurSettings:
 UNSAID = ("packing", "balance", "order", "bf16", "changes", "pattern")
 """Knobs that are left out of results if they are not set."""
 OWN_KNOBS = tuple(item.name for item in fields(OurSettings) if item.name != "schedule")
-SAID = ("strategy", "early_updates")
+IMPLIED_SETTINGS = ("strategy", "early_updates")
 """Schedule settings that are no knobs, because the row's name and ``clip_norm`` determine them."""
-KNOBS = (*OWN_KNOBS, *(item.name for item in fields(ScheduleSettings) if item.name not in SAID))
+KNOBS = (*OWN_KNOBS, *(item.name for item in fields(ScheduleSettings) if item.name not in IMPLIED_SETTINGS))
 
 
 def rows() -> dict[str, str]:

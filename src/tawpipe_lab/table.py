@@ -199,7 +199,8 @@ def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] |
         f"{sent:.1f} ({predicted:.1f})",
         _idle(row),
         f"{row['cpu_busy']:.0%}",
-        _number(row["peak_gib"], 2) + (f" ({said:.2f})" if (said := row.get("peak_gib_predicted")) else ""),
+        _number(row["peak_gib"], 2)
+        + (f" ({predicted_gib:.2f})" if (predicted_gib := row.get("peak_gib_predicted")) else ""),
     ]
     if "token_s" in row:
         columns += _served(row)

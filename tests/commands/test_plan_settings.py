@@ -166,7 +166,7 @@ def test_plan_reads_the_printed_config_of_a_run(capsys) -> None:
     Path("config.yaml").write_text(capsys.readouterr().out)
     ours, theirs = (read(["--config", name, *TOPOLOGY]) for name in ("config.yaml", "run.yaml"))
     ours.check()
-    assert ours.config == theirs.config and len(ours.said) > len(theirs.said)
+    assert ours.config == theirs.config and len(ours.user_values) > len(theirs.user_values)
 
 
 def test_longest_ignores_row_and_batch_of_the_file_unless_given_as_options() -> None:

@@ -155,7 +155,7 @@ def test_memory_check_counts_sample_texts(monkeypatch, chain):
     assert cache == 64 * 2008 * keys * layers
     given_back = step.parts["activations"] + step.parts["working"]
     assert cache - given_back < needs.parts["texts"] < 1.5 * cache - given_back, "and a pass"
-    assert memory.said_bytes(needs, torch.device("cpu")) == needs.device - needs.parts["texts"]
+    assert memory.predicted_bytes(needs, torch.device("cpu")) == needs.device - needs.parts["texts"]
 
     limit = needs.device - needs.parts["texts"] // 2
     assert check(monkeypatch, chain, memory_bytes=limit, texts=few) is not None

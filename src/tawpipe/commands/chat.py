@@ -116,7 +116,7 @@ class Conversation:
         self._draws: dict[str, Any] = {}
         if temperature is not None:
             self._draws = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-        self._said: list[dict[str, str]] = []
+        self._messages: list[dict[str, str]] = []
 
     def begin(self, system: str = "") -> None:
         """Forget the earlier questions and answers, and begin a new conversation.
@@ -129,7 +129,7 @@ class Conversation:
         """
         if system and not self.chats:
             raise UserError("--system", system, "ignored: without a chat template a model only continues texts")
-        self._said = [{"role": "system", "content": system}] if system else []
+        self._messages = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> str:
         """Ask the model ``text``, print its answer while it is generated, and return the answer.
@@ -150,9 +150,9 @@ class Conversation:
         from tawpipe.data.encode import Encoder
         from tawpipe.model.files.build import longest_allowed
 
-        said = [*self._said, {"role": "user", "content": text}]
+        messages = [*self._messages, {"role": "user", "content": text}]
         if self.chats:
-            ids = self._tokenizer.encode(self._rendered(said), add_special_tokens=False)
+            ids = self._tokenizer.encode(self._rendered(messages), add_special_tokens=False)
         else:
             ids = Encoder(self._tokenizer).beginning(text)
         room = min(self._tokens, longest_allowed(self._model.config) - len(ids))
@@ -176,19 +176,19 @@ class Conversation:
             print("\n(this question was removed from the chat)")
             return ""
         answer = self._tokenizer.decode(generated[0, len(ids) :], skip_special_tokens=True)
-        self._said = [*said, {"role": "assistant", "content": answer}]
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
-    def _rendered(self, said: list[dict[str, str]]) -> str:
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
         """Return the messages as a prompt, through the chat template; raise UserError if the template refuses them."""
         from jinja2.exceptions import TemplateError
 
         try:
-            return self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
             refused = f"the model's chat template says: {error}"
-            if said[0]["role"] == "system":
-                raise UserError("--system", said[0]["content"], f"ignored: {refused}") from error
+            if messages[0]["role"] == "system":
+                raise UserError("--system", messages[0]["content"], f"ignored: {refused}") from error
             expected = f"a model that can be asked: {refused}"
             raise UserError(SETTING, self._tokenizer.name_or_path, expected) from error
 

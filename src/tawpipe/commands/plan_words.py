@@ -78,13 +78,13 @@ class PlanWords:
 
     Args:
         config: settings of the run to plan.
-        said: values of these settings that the command line and files have given, by path.
+        user_values: values of these settings that the command line and files have given, by path.
         words: values of settings that the command line has given, by key.
         files: files that ``--config`` names.
     """
 
     config: TrainConfig
-    said: Mapping[tuple[str, ...], Any]
+    user_values: Mapping[tuple[str, ...], Any]
     words: Mapping[str, Any]
     files: Sequence[str]
 
@@ -127,7 +127,7 @@ class PlanWords:
     def given(self, name: str) -> Any:
         """Return the value of a top-level setting; None if it is not set, or left open."""
         value = getattr(self.config, name)
-        return value if (name,) in self.said and not isinstance(value, Open) else None
+        return value if (name,) in self.user_values and not isinstance(value, Open) else None
 
     @property
     def of_corpus(self) -> bool:
@@ -159,12 +159,12 @@ class PlanWords:
         config, several = self.config, self.config.micro_batch if self.config.micro_batch > 1 else None
         conflicts: list[tuple[str, Any, str]] = []
         if self.serve:
-            said = {**self.words, **vars(self), "all": self.all or None}
+            values = {**self.words, **vars(self), "all": self.all or None}
             why = "unset with --serve, which trains nothing"
             conflicts.append(("--longest", self.longest or None, "unset with --serve"))
-            conflicts += [(option_of(name), said.get(name), why) for name in OF_TRAINING]
+            conflicts += [(option_of(name), values.get(name), why) for name in OF_TRAINING]
             for name in ("users", "context"):
-                if said[name] is None:
+                if values[name] is None:
                     raise UserError(
                         f"--{name}", "nothing", ("a number of users served at once, and of tokens per user")
                     )
@@ -230,18 +230,18 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
     arguments = vars(parser.parse_args(argv))
     words = {leaf.key: arguments.pop(leaf.key) for leaf in _leaves() if leaf.key in arguments}
     files = arguments.pop("config")
-    said = options.values(files, words)
-    config = options.build(said)
+    values = options.values(files, words)
+    config = options.build(values)
     if isinstance(config.learning_rate, Open):  # the value has no effect on a plan, but some optimizers need one
         config = replace(config, learning_rate=float(config.learning_rate))
-    asked = PlanWords(config, said, words, files, **arguments)
+    asked = PlanWords(config, values, words, files, **arguments)
     needed = {"--model": True}
     needed |= dict.fromkeys(
         ("--sequence-length", "--global-batch"), not (asked.longest or asked.serve or asked.of_corpus)
     )
     missing = [name for name, needs in needed.items() if needs and asked.given(name[2:].replace("-", "_")) is None]
     for name in missing:
-        if (key := name[2:].replace("-", "_"),) in asked.said:
+        if (key := name[2:].replace("-", "_"),) in asked.user_values:
             raise UserError(name, getattr(config, key).word, "a number: a plan reads no documents to derive it from")
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")

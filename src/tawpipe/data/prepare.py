@@ -462,14 +462,14 @@ class _Preparation:
         Adds a note to ``notes`` if this is not the tokenizer's own template."""
         if not counts.chat:
             return self.text.tokenizer
-        said = ""
+        note = ""
         if name := self.text.fallback:
-            said = f"the tokenizer has no chat template: {name} is used and exported with it (--chat-template)"
+            note = f"the tokenizer has no chat template: {name} is used and exported with it (--chat-template)"
         elif self.text.chats is not self.text.tokenizer:
             begin = self.text.tokenizer.decode(self.text.encoder.begin)
-            said = f"chat template without {begin}: added to every chat and to the exported template, because this "
-            said += "tokenizer begins every text with it"
-        self.notes += [said] if said else []
+            note = f"chat template without {begin}: added to every chat and to the exported template, because this "
+            note += "tokenizer begins every text with it"
+        self.notes += [note] if note else []
         return self.text.chats
 
     def _prepared(
@@ -523,8 +523,8 @@ class _Preparation:
         held_out_size = None if validation is None else _size(validation)
         if held_out_size is not None and settings.data != [STDLIB]:  # stdlib data is only a trial
             fixed = bool(self.validation.files) or settings.streaming
-            if said := too_small(held_out_size, None if fixed else settings.validation_fraction):
-                self.notes.append(said)
+            if note := too_small(held_out_size, None if fixed else settings.validation_fraction):
+                self.notes.append(note)
         for skipped in (skipped for source in self.sets for skipped in source.left_out):
             read.add_skipped(skipped)
         report = DataReport(

@@ -218,11 +218,13 @@ class SetSize:
         """Return the size as text; ``sequence_length`` is the length of a row, or the longest length of a document."""
         if packing in ("balanced", "none"):
             rows = "balanced" if packing == "balanced" else "one per row"
-            said = f"{self.documents:,} documents ({rows}), {self.tokens:,} tokens, {self.learned / self.tokens:.1%} "
-            said += "learned"
+            words = f"{self.documents:,} documents ({rows}), {self.tokens:,} tokens, {self.learned / self.tokens:.1%} "
+            words += "learned"
             if self.cut:
-                said += f", {self.cut:,} longer than {sequence_length:,} tokens cut into {self.rows:,} in all"
-            return said + (f", {self.left_out:,} left out because they have no token to learn" if self.left_out else "")
+                words += f", {self.cut:,} longer than {sequence_length:,} tokens cut into {self.rows:,} in all"
+            return words + (
+                f", {self.left_out:,} left out because they have no token to learn" if self.left_out else ""
+            )
         all_tokens = self.rows * sequence_length
         half, most, longest = self.usual
         lengths = f" (median {half:,} tokens, 90th percentile {most:,}, longest {longest:,})" if longest else ""

@@ -126,15 +126,15 @@ class WorkerFailure:
 
     def reason(self) -> str:
         """Return text for the user about how the worker ended, and its error."""
-        said = f": {text}" if (text := self.keeper.exception()) else ""
+        detail = f": {text}" if (text := self.keeper.exception()) else ""
         if self.returncode >= 0:
-            return f"ended with exit code {self.returncode}{said}"
+            return f"ended with exit code {self.returncode}{detail}"
         try:
             name = signal.Signals(-self.returncode).name
         except ValueError:
             name = f"signal {-self.returncode}"
         hint = " (by hand, or by the kernel for lack of memory)" if -self.returncode == signal.SIGKILL else ""
-        return f"was killed by {name}{hint}{said}"
+        return f"was killed by {name}{hint}{detail}"
 
 
 def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:

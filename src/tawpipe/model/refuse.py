@@ -128,8 +128,8 @@ def refuse_not_causal(model: Any, layers: Sequence[nn.Module]) -> None:
     for key, value in causal.items():
         if bool(getattr(text, key, value)) == value:
             continue
-        said = {getattr(part, name, None) for part in parts for name in ("is_causal", key)}
-        if False in said and True not in said:
+        flags = {getattr(part, name, None) for part in parts for name in ("is_causal", key)}
+        if False in flags and True not in flags:
             given = f"{type(model).__name__} with {key}={getattr(text, key)}"
             raise unsupported(given, f"{NOT_CAUSAL}; {key}: {str(value).lower()} in config.json makes a decoder of it")
 

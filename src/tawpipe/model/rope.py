@@ -107,11 +107,11 @@ def refuse_other_rope(before: dict[str, Any], now: dict[str, Any], where: str) -
 def rope_words(config: Any) -> str:
     """Return the rotary positions in a model's config as a line for the console."""
     text = config.get_text_config()
-    said = [
+    words = [
         ", ".join(f"{key} {value}" for key, value in settings.items() if not isinstance(value, list | dict | None))
         for settings in rope_settings(text.rope_parameters)
     ]
-    return f"{'; '.join(said)}; up to {text.max_position_embeddings} tokens"
+    return f"{'; '.join(words)}; up to {text.max_position_embeddings} tokens"
 
 
 def write_both_forms(content: dict[str, Any], rope: dict[str, Any] | None, *, changed: bool) -> None:

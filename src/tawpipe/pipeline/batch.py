@@ -277,10 +277,10 @@ def rows_of(bins: Bins, number: int, document: Callable[[int], MicroBatch]) -> l
 
     def row(dealt: Bin) -> MicroBatch:
         joined = MicroBatch.in_a_row([document(number) for number in dealt.documents] or [NOTHING])
-        said = sum(bins.lengths[number] for number in dealt.documents) or 1
-        if (tokens := joined.input_ids.numel()) != said:
+        expected = sum(bins.lengths[number] for number in dealt.documents) or 1
+        if (tokens := joined.input_ids.numel()) != expected:
             given = f"{tokens} tokens in documents {', '.join(map(str, dealt.documents[:5]))}"
-            raise UserError("documents", given, f"{said}, as their lengths say")
+            raise UserError("documents", given, f"{expected}, as their lengths say")
         return joined
 
     return [row(dealt) for dealt in bins.of(number)]

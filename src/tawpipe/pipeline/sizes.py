@@ -89,5 +89,5 @@ def step_costs(
     memory = BlockMemory(chain.width * dtype.itemsize, kept_per_token, keys=keys, key_gradients=gradients)
     sizes = memory.activations(tokens, ranks=settings.sequence_ranks or 1)
     widths = widths_of(chain, dtype, settings, states, whole=whole, change=change)
-    said = costs(schedule, widths, activation_bytes=sizes, nodes=nodes)
-    return replace(said, activation_bytes=said.activation_bytes + (settings.keep_mib or 0) * 2**20)
+    estimate = costs(schedule, widths, activation_bytes=sizes, nodes=nodes)
+    return replace(estimate, activation_bytes=estimate.activation_bytes + (settings.keep_mib or 0) * 2**20)

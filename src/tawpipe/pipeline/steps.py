@@ -291,7 +291,7 @@ class Steps:
         Weights that travel as changes are counted with the size of their last change.
         """
         wiring = self._wiring
-        said = step_costs(
+        estimate = step_costs(
             wiring.chain,
             schedule,
             wiring.storage.compute_dtype,
@@ -302,7 +302,7 @@ class Steps:
             whole=wiring.optimizers.whole,
             change=wiring.executor.refresh.change_bytes or EXACT_WIDTH,
         )
-        return replace(said, host_bytes=said.host_bytes + wiring.storage.exact_bytes)
+        return replace(estimate, host_bytes=estimate.host_bytes + wiring.storage.exact_bytes)
 
     def watch(self, least: timedelta) -> None:
         """Let the watchdog end the process if a step exceeds its time limit.
@@ -320,17 +320,17 @@ class Steps:
         if (self.limit.seconds, self.limit.report_s) != before:
             self._apply_limit()
 
-    def _estimate(self, local: LocalBatch, said: Costs) -> None:
+    def _estimate(self, local: LocalBatch, estimate: Costs) -> None:
         """Estimate the time of the first step from its FLOPs and its network bytes, and adapt the time limits.
 
         Args:
             local: this rank's part of the global batch.
-            said: predicted costs of the step.
+            estimate: predicted costs of the step.
         """
         device, (lengths, share) = self._wiring.world.device, self._deal.busiest(local)
         self.limit.estimated_s = estimate_s(
             (chain_flops(self._wiring.chain, lengths, at_most=True) or 0.0) * share,
-            max(*said.link_sent_bytes, *said.link_received_bytes, 0),
+            max(*estimate.link_sent_bytes, *estimate.link_received_bytes, 0),
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             dtype=str(self._wiring.storage.compute_dtype).removeprefix("torch."),
         )

@@ -30,5 +30,5 @@ def without_close(world: World) -> Outcome:
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         return Outcome(False, f"it has not ended after {LIMIT_S} s")
-    said = done.stderr.strip().split("\n")[-1]
-    return Outcome(done.returncode == 0, f"exit code {done.returncode}", {"said": said} if done.returncode else {})
+    last_line = done.stderr.strip().split("\n")[-1]
+    return Outcome(done.returncode == 0, f"exit code {done.returncode}", {"said": last_line} if done.returncode else {})

@@ -264,13 +264,13 @@ def timeline_section(
         if chosen and total > MOST_BARS:
             break
         chosen.append(rank)
-    said = ["Drag to zoom and double-click to go back, or use the buttons.", words]
+    sentences = ["Drag to zoom and double-click to go back, or use the buttons.", words]
     if len(chosen) < len(asked):
         some, all_ = (", ".join(map(str, those)) for those in (chosen, asked))
-        said.append(f"Only rank {some} of {all_}: more than {MOST_BARS} bars would make a browser slow.")
+        sentences.append(f"Only rank {some} of {all_}: more than {MOST_BARS} bars would make a browser slow.")
     elif len(chosen) < len(count) and ranks is None:
-        said.append("The first rank of every node.")
-    return Section(title, " ".join(filter(None, said)), figures=[timeline_figure(bars, chosen)])
+        sentences.append("The first rank of every node.")
+    return Section(title, " ".join(filter(None, sentences)), figures=[timeline_figure(bars, chosen)])
 
 
 def _table(table: Table, title: str) -> str:

@@ -119,9 +119,9 @@ def differences(predicted: Sequence[Bar], executed: Sequence[Bar]) -> Iterator[s
     for kind in KINDS:
         same = [pair for pair in pairs if kind_of(pair.executed) == kind]
         if same:
-            said, took = (sum(map(_length, bars)) / len(ranks) for bars in zip(*map(_both, same), strict=True))
-            change = f" ({took / said - 1:+.0%})" if said > 0 else ""
-            yield f"  {kind}: predicted {said:.3f} s, executed {took:.3f} s a rank{change}"
+            predicted_s, took = (sum(map(_length, bars)) / len(ranks) for bars in zip(*map(_both, same), strict=True))
+            change = f" ({took / predicted_s - 1:+.0%})" if predicted_s > 0 else ""
+            yield f"  {kind}: predicted {predicted_s:.3f} s, executed {took:.3f} s a rank{change}"
     for what, computes in (("computing", True), ("transfers, including waiting for the other side", False)):
         some = [pair for pair in pairs if (pair.executed.action.lane is Lane.COMPUTE) == computes]
         if not some:

@@ -87,9 +87,9 @@ class Moment:
                 self._seconds = now
             else:
                 assert self._event is not None and before._event is not None
-                said = before._seconds + before._event.elapsed_time(self._event) / 1e3
+                event_seconds = before._seconds + before._event.elapsed_time(self._event) / 1e3
                 # limited to known bounds, as the clocks of host and device drift apart
-                self._seconds = min(max(said, self.issued_s), now)
+                self._seconds = min(max(event_seconds, self.issued_s), now)
         return self._seconds
 
 

@@ -37,9 +37,9 @@ class Taken:
     @classmethod
     def of(cls, device: torch.device) -> Taken:
         """Read the peak memory statistics of ``device``, and its memory in use now."""
-        said = torch.cuda.memory_stats(device)
+        stats = torch.cuda.memory_stats(device)
         free, total = torch.cuda.mem_get_info(device)
-        allocated, active, reserved = (said[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved"))
+        allocated, active, reserved = (stats[f"{name}_bytes.all.peak"] for name in ("allocated", "active", "reserved"))
         return cls(allocated, active, reserved, total - free)
 
     def __str__(self) -> str:

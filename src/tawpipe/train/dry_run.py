@@ -122,7 +122,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
 
     bins = _dealt(prepared, schedules.smallest) if prepared.batch.dealt else None
     count = -(-prepared.batch.rows // prepared.batch.micro_batch) if bins is None else bins.form
-    said = step_costs(
+    costs = step_costs(
         chain,
         schedules.of(count, training=True),
         prepared.dtype,
@@ -131,7 +131,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
         kept_per_token={},
         nodes=world.nodes,
     )
-    rows = rows_of_run(prepared, said, bins, world)
+    rows = rows_of_run(prepared, costs, bins, world)
     weights = prepared.built.origin(seed=config.seed)
     if state is not None:
         weights = f"resumed from {prepared.start.place}, step {state.step}"

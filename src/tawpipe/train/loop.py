@@ -38,7 +38,7 @@ from tawpipe.train.batches import Batches, Given
 from tawpipe.train.judging.evaluation import Best, Evaluation, resumed_best
 from tawpipe.train.judging.sample import Sample, Samples
 from tawpipe.train.lengths import settled_lengths
-from tawpipe.train.memory import said_bytes
+from tawpipe.train.memory import predicted_bytes
 from tawpipe.train.prepare import Prepared
 from tawpipe.train.saves import Saves
 from tawpipe.train.saying.alarms import Spikes, Stragglers, paces
@@ -93,7 +93,7 @@ class Training:
         self.recompute = prepared.schedule.recompute
         self.config, self.world, self.console = config, pipeline.world, console
         self.pipeline, self.data, self.disk = pipeline, data, disk
-        self._said = said_bytes(prepared.needs, self.world.device)
+        self._predicted_bytes = predicted_bytes(prepared.needs, self.world.device)
         self.first = self.last = state.step if state else 0
         self.stopped: signal.Signals | None = None
         self._spikes = Spikes(config.log.spike)
@@ -127,8 +127,8 @@ class Training:
         self._last = time.perf_counter()
         self._evaluated = False
         given = config.timeouts.step_s != TimeoutConfig().step_s
-        said_s = config.timeouts.step_s if given else math.inf
-        self._limit = FollowedLimit(pipeline.limit, said_s, set_timeout=world.set_timeout)
+        setting_s = config.timeouts.step_s if given else math.inf
+        self._limit = FollowedLimit(pipeline.limit, setting_s, set_timeout=world.set_timeout)
         self._writer: MetricsWriter | None = None
         self._machine = prepared.followed.machine if world.rank == 0 else None
         self._link_s = dict[tuple[int, ...], float]()
@@ -298,8 +298,8 @@ class Training:
                 "seconds": seconds,
                 "peak_memory_bytes": peak_memory_bytes(self.world.device.type),
             }
-            if self._said:
-                values["predicted_memory_bytes"] = self._said
+            if self._predicted_bytes:
+                values["predicted_memory_bytes"] = self._predicted_bytes
             if self._peak is not None:
                 values["mfu"] = self._mfu(done, seconds)
             if done.step == self.first + SETTLED:
@@ -332,8 +332,8 @@ class Training:
                     f"step {done.step}: no row was written to the metrics; training continues: {problem}"
                 )
             self.tracking.log(done.step, values)
-            if said := self._spikes.look(result.loss):
-                self.console.notice(f"step {done.step}: {said}")
+            if warning := self._spikes.look(result.loss):
+                self.console.notice(f"step {done.step}: {warning}")
             self.console.progress(
                 done.step,
                 self.config.steps,
@@ -463,8 +463,8 @@ class Training:
         shape = () if bins is None else bins.shape
         if shape not in self._link_s:
             pipeline, batch = self.pipeline, self._batches.shape
-            said = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
-            self._link_s[shape] = self._machine.link_s(said.link_sent_bytes, said.link_received_bytes)
+            costs = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
+            self._link_s[shape] = self._machine.link_s(costs.link_sent_bytes, costs.link_received_bytes)
         return self._link_s[shape]
 
     def _mfu(self, done: _Pending, seconds: float) -> float | None:

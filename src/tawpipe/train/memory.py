@@ -288,7 +288,7 @@ def _lacks(world: World, machine: Machine, request: PlanRequest, needs: Needs) -
     return any(world.gather_numbers(float(bool(shortage(_all_of(machine, request), needs)))))
 
 
-def said_bytes(needs: Needs | None, device: torch.device) -> int:
+def predicted_bytes(needs: Needs | None, device: torch.device) -> int:
     """Return the predicted bytes to compare with ``peak_memory_bytes``, which on a GPU counts tensors only.
 
     Returns 0 without a prediction, or if the prediction is only a limit (``keep_mib``).

@@ -38,7 +38,7 @@ SAMPLES_SHOWN = 50
 """Number of texts on the page, the latest ones."""
 
 
-SAID = ("model", "data", "sequence_length", "global_batch", "steps", "learning_rate", "seed")
+PAGE_SETTINGS = ("model", "data", "sequence_length", "global_batch", "steps", "learning_rate", "seed")
 """Settings of config.yaml that ``run_page`` shows."""
 
 
@@ -88,7 +88,9 @@ def run_page(folder: Path) -> str:
     """
     rows, damage = read_rows(folder / METRICS)
     settings = _settings(folder)
-    known = [[name.replace("_", " "), _in_words(settings[name])] for name in SAID if settings.get(name) is not None]
+    known = [
+        [name.replace("_", " "), _in_words(settings[name])] for name in PAGE_SETTINGS if settings.get(name) is not None
+    ]
     sections = [
         *_damage(damage),
         Section("So far", table=Table(("", ""), _so_far(rows, settings))),
@@ -177,16 +179,21 @@ def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list
             median = statistics.median(values)
             cells.append([title, f"{median:,.0f}" if median >= 100 else f"{median:.3g}"])
     if peaks := [row["peak_memory_gib"] for row in rows if "peak_memory_gib" in row]:
-        said = rows[-1].get("predicted_memory_gib")
-        cells.append(["peak memory, rank 0", f"{max(peaks):.2f} GiB" + (f", predicted {said:.2f} GiB" if said else "")])
+        predicted_gib = rows[-1].get("predicted_memory_gib")
+        cells.append(
+            [
+                "peak memory, rank 0",
+                f"{max(peaks):.2f} GiB" + (f", predicted {predicted_gib:.2f} GiB" if predicted_gib else ""),
+            ]
+        )
     return cells
 
 
 def _learned(data: DataReport | None) -> Iterator[Section]:
     """Yield a section with the learned text of the first document and with the counts of data that was left out."""
     if data is not None and data.example:
-        said = [*data.read.lines("training files"), *data.example_lines()]
-        yield Section("Learned tokens", lines="\n".join(said))
+        learned_lines = [*data.read.lines("training files"), *data.example_lines()]
+        yield Section("Learned tokens", lines="\n".join(learned_lines))
 
 
 def _lengths(data: DataReport | None) -> Iterator[Section]:

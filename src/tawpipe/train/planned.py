@@ -197,24 +197,24 @@ class Planning:
 
     def _mismatch(self, plan: SavedPlan) -> UserError | None:
         """Compare ``plan`` with this run; return an error that says why the plan is for another run, else None."""
-        asked, said = self.asked, plan.content
+        asked, content = self.asked, plan.content
         nodes = [len(node) for node in self.world.nodes.nodes]
-        if said["nodes"] != nodes:
-            return UserError("--plan", f"nodes of {said['nodes']} processes", f"a plan for these nodes, of {nodes}")
+        if content["nodes"] != nodes:
+            return UserError("--plan", f"nodes of {content['nodes']} processes", f"a plan for these nodes, of {nodes}")
         for name in ("global_batch", "micro_batch", "sequence_length"):
-            if said[name] != getattr(asked, name):
+            if content[name] != getattr(asked, name):
                 option = f"--{name.replace('_', '-')}"
-                return UserError(option, getattr(asked, name), f"{said[name]}, as in the plan; or another plan")
+                return UserError(option, getattr(asked, name), f"{content[name]}, as in the plan; or another plan")
         for name in KEPT_BY_PLANS:
-            value, chosen = getattr(asked.settings, name), said["schedule"].get(name)
+            value, chosen = getattr(asked.settings, name), content["schedule"].get(name)
             if value not in (None, "") and chosen not in (None, value):
                 option = f"--schedule.{name.replace('_', '-')}"
                 return UserError(option, value, f"{chosen}, as in the plan; or another plan")
-        if said["weight_bytes"] != asked.dtype.itemsize:
-            expected = f"a type of {said['weight_bytes']} bytes, as in the plan; or another plan"
+        if content["weight_bytes"] != asked.dtype.itemsize:
+            expected = f"a type of {content['weight_bytes']} bytes, as in the plan; or another plan"
             return UserError("--dtype", str(asked.dtype).removeprefix("torch."), expected)
-        if said.get("gradient_bytes", 0) not in (0, reduce_dtype(asked.dtype, asked.settings).itemsize):
-            expected = f"a type of {said['gradient_bytes']} bytes, as in the plan; or another plan"
+        if content.get("gradient_bytes", 0) not in (0, reduce_dtype(asked.dtype, asked.settings).itemsize):
+            expected = f"a type of {content['gradient_bytes']} bytes, as in the plan; or another plan"
             return UserError("--schedule.reduce-dtype", asked.settings.reduce_dtype, expected)
         return None
 

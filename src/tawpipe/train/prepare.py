@@ -176,8 +176,8 @@ class Prepared(BuiltRun):
     @property
     def decided(self) -> dict[str, object]:
         """Values that the run decided in place of the user, by the keys of their settings."""
-        said = {f"schedule.{name}": value for name, value in vars(self.schedule).items()}
-        return {"dtype": str(self.dtype).removeprefix("torch."), "packing": self.batch.packing, **said}
+        schedule = {f"schedule.{name}": value for name, value in vars(self.schedule).items()}
+        return {"dtype": str(self.dtype).removeprefix("torch."), "packing": self.batch.packing, **schedule}
 
 
 def check_settings(config: TrainConfig, world: World, console: Console) -> None:
@@ -371,17 +371,17 @@ def _carried(run: BuiltRun) -> tuple[Carried, str]:
     return carried, run.form.words(run.chain, run.model.folder, run.data.ends)
 
 
-def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World) -> list[tuple[str, str]]:
+def rows_of_run(prepared: Prepared, costs: Costs, bins: Bins | None, world: World) -> list[tuple[str, str]]:
     """Return console rows (title, text) that describe the run and its cost, before the first step.
 
     Args:
         prepared: the run.
-        said: predicted cost of the next step, from its schedule.
+        costs: predicted cost of the next step, from its schedule.
         bins: assignment of the next step's documents under ``balanced``, else None.
     """
     config = prepared.config
-    trained = f", {said.trainable / 1e6:.2f} M of them trained" if said.trainable < said.parameters else ""
-    size = f"{said.parameters / 1e6:.1f} M parameters{trained}"
+    trained = f", {costs.trainable / 1e6:.2f} M of them trained" if costs.trainable < costs.parameters else ""
+    size = f"{costs.parameters / 1e6:.1f} M parameters{trained}"
     rows = [
         ("model", f"{config.model}: {size}, {str(prepared.dtype).removeprefix('torch.')} ({prepared.why_dtype})"),
         ("batch", batch_words(prepared.batch, bins, prepared.data.report.balance)),
@@ -392,9 +392,9 @@ def rows_of_run(prepared: Prepared, said: Costs, bins: Bins | None, world: World
         rows.append(("mixers", words))
     if config.rope.changes:
         rows.append(("rotary positions", rope_words(prepared.chain.config.get_text_config())))
-    rows += [*step_rows(said, world.nodes, prepared.schedule.recompute), ("disk", str(prepared.disk))]
+    rows += [*step_rows(costs, world.nodes, prepared.schedule.recompute), ("disk", str(prepared.disk))]
     if prepared.needs is None:  # a notice has already given the reason
-        return [*rows, ("memory", f"at least, by the schedule, {said.parts()}")]
+        return [*rows, ("memory", f"at least, by the schedule, {costs.parts()}")]
     return rows + memory_rows(prepared.needs)
 
 

@@ -42,7 +42,7 @@ from tawpipe.train.exporting import TOKENIZER
 from tawpipe.train.going_on import how_this_process_goes_on
 from tawpipe.train.judging.evaluation import loss_words
 from tawpipe.train.loop import Training
-from tawpipe.train.memory import check_left, naming_recompute, said_bytes
+from tawpipe.train.memory import check_left, naming_recompute, predicted_bytes
 from tawpipe.train.planned import PLAN, STRATEGIES
 from tawpipe.train.prepare import (
     Prepared,
@@ -144,7 +144,7 @@ def run(config: TrainConfig) -> int:
 
         # 8 Report the results, export the model, leave.
         rows = _results(training, pipeline, prepared.data, seconds)
-        rows.append(("peak memory per process", measured_words(peaks, said_bytes(prepared.needs, world.device))))
+        rows.append(("peak memory per process", measured_words(peaks, predicted_bytes(prepared.needs, world.device))))
         if world.device.type == "cuda":
             rows.append(("GPU memory at most", str(Taken.of(world.device))))
         rows += model_rows
@@ -381,8 +381,8 @@ def _rows_of_next(prepared: Prepared, pipeline: Pipeline) -> Rows:
     batch, data, bins = prepared.batch, prepared.data, None
     if batch.dealt:
         bins = pipeline.deal(data.train.step(prepared.samples, batch.step_tokens).lengths)
-    said = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
-    (label, model), *rows = rows_of_run(prepared, said, bins, pipeline.world)
+    costs = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
+    (label, model), *rows = rows_of_run(prepared, costs, bins, pipeline.world)
     if prepared.start.state is None:
         model += f", weights: {prepared.built.origin(seed=prepared.config.seed)}"
     return [(label, model), *rows]

@@ -23,7 +23,7 @@ class FollowedLimit:
 
     def __init__(self, limit: StepLimit, setting_s: float, *, set_timeout: Callable[[timedelta], None]) -> None:
         self._limit, self._setting_s, self._set_timeout = limit, setting_s, set_timeout
-        self._told_s, self._said = 0.0, False
+        self._told_s, self._has_warned = 0.0, False
 
     def follow(self) -> str:
         """Set the time limit of control messages if the limit of steps has changed.
@@ -35,9 +35,9 @@ class FollowedLimit:
             self._told_s = self._limit.seconds
             self._set_timeout(timedelta(seconds=self._told_s + DEAF_S))  # longer than the watchdog's: it reports more
         lasting_s = FACTOR * self._limit.lasting_s
-        if self._said or lasting_s <= self._setting_s:
+        if self._has_warned or lasting_s <= self._setting_s:
             return ""
-        self._said = True
+        self._has_warned = True
         return (
             f"step time limit: {duration(lasting_s)}, {FACTOR:.0f} times the usual step; --timeouts.step-s, "
             f"{self._setting_s:g} s, is the minimum"

@@ -41,7 +41,7 @@ class StopRequest:
 
     def __init__(self, world: World, last_words: Callable[[], str] | None = None) -> None:
         self._world, self._last_words = world, last_words
-        self._said, self._words = False, STOPPING
+        self._has_announced, self._words = False, STOPPING
         self.caught: signal.Signals | None = None
         self._caught_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -100,8 +100,8 @@ class StopRequest:
 
     def _say_stopping(self) -> None:
         """Print on rank 0 that the run is about to end, once."""
-        if self._world.rank == 0 and not self._said:
-            self._said = True
+        if self._world.rank == 0 and not self._has_announced:
+            self._has_announced = True
             _write(self._words)
 
 

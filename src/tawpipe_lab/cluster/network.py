@@ -128,12 +128,12 @@ def call(*words: str) -> str:
     done = subprocess.run([program(words[0]), *words[1:]], capture_output=True, text=True, process_group=0)
     if done.returncode == 0:
         return done.stdout
-    command, said = f"`{' '.join(words)}`", " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-    if _NOT_ALLOWED.search(said):
-        raise UserError("tawpipe lab", said, f"root with the right to make networks, which {command} needs")
-    if _NOT_IN_KERNEL.search(said):
-        raise UserError("tawpipe lab", said, f"a kernel with veth, bridge and tbf, which {command} needs")
-    raise RunError(f"{command} failed: {said}")
+    command, problem = f"`{' '.join(words)}`", " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+    if _NOT_ALLOWED.search(problem):
+        raise UserError("tawpipe lab", problem, f"root with the right to make networks, which {command} needs")
+    if _NOT_IN_KERNEL.search(problem):
+        raise UserError("tawpipe lab", problem, f"a kernel with veth, bridge and tbf, which {command} needs")
+    raise RunError(f"{command} failed: {problem}")
 
 
 def namespaces(name: str) -> list[str]:
@@ -220,8 +220,8 @@ def _delayed_links(name: str, num_nodes: int, latency_s: float) -> None:
     with process.stdout, process.stderr:
         if process.stdout.readline() != delay.READY:
             process.kill()
-            said = process.stderr.read().decode(errors="replace").strip().splitlines()
-            raise RunError(f"links with a latency cannot be made: {said[-1] if said else 'no reason was given'}")
+            errors = process.stderr.read().decode(errors="replace").strip().splitlines()
+            raise RunError(f"links with a latency cannot be made: {errors[-1] if errors else 'no reason was given'}")
     for node in range(num_nodes):
         inside, (end, _) = f"{name}{node}", ends_of(node)
         call("ip", "-n", switch, "link", "set", end, "netns", inside, "name", INTERFACE)

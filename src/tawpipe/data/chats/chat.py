@@ -76,8 +76,8 @@ def with_template(tokenizer: PreTrainedTokenizerBase, name: str, setting: str = 
     if name == "chatml" and CHATML_TOKENS[1] in tokenizer.get_vocab():
         changed.eos_token = CHATML_TOKENS[1]
     try:
-        said = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "<think>\nc\n</think>\n\nb"}]
-        if lost := ChatRenderer(changed).chat(said).lost:
+        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "<think>\nc\n</think>\n\nb"}]
+        if lost := ChatRenderer(changed).chat(messages).lost:
             raise lost[0]
     except Malformed as error:
         raise UserError(setting, name, f"a Jinja template of a chat ({error.why}: {error.detail})") from error
@@ -90,13 +90,13 @@ class Chat(NamedTuple):
     Attributes:
         documents: pieces of each document; an answer is learned in one of them.
         lost: answers that are not learned, each with the reason and its number among the messages.
-        said: further remarks for the user: with a place if about one answer, without if about the row.
+        notes: further remarks for the user: with a place if about one answer, without if about the row.
         hidden: number of earlier answers whose words or calls the template does not show.
     """
 
     documents: list[tuple[ChatText, ...]]
     lost: list[Malformed]
-    said: list[Malformed]
+    notes: list[Malformed]
     hidden: int = 0
 
 
@@ -106,7 +106,7 @@ class Learnable(NamedTuple):
     prompt: str
     learned: str
     rest: str = ""
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def with_beginning(tokenizer: PreTrainedTokenizerBase, beginning: str) -> PreTrainedTokenizerBase:
@@ -305,8 +305,8 @@ class _OneForm:
             Malformed: the template leaves out a turn before the last answer.
         """
         messages = self._messages
-        said = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        learned = [number for number in said if messages[number].get("weight", 1) != 0]
+        answer_numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+        learned = [number for number in answer_numbers if messages[number].get("weight", 1) != 0]
         texts, lost, notes = list[tuple[str, dict[int, int]]](), list[Malformed](), list[Malformed]()
         last, given = -1, ""
         for number in reversed(learned):
@@ -320,7 +320,7 @@ class _OneForm:
                     Malformed(error.why, f"message {number + 1}" + (f": {error.detail}" if error.detail else ""))
                 )
                 continue
-            notes += [Malformed(why, f"message {number + 1}") for why in answer.said]
+            notes += [Malformed(why, f"message {number + 1}") for why in answer.notes]
             given = given or answer.prompt
             learned_text = answer.prompt + answer.learned
             spans = next((spans for text, spans in texts if text.startswith(learned_text)), None)
@@ -331,7 +331,7 @@ class _OneForm:
         hidden = list[int]()
         if texts:
             self._check_given(messages[:last], given)
-            if last == said[-1] < len(messages) - 1 and answers != "shown":
+            if last == answer_numbers[-1] < len(messages) - 1 and answers != "shown":
                 notes.append(Malformed("with turns at the end that no answer follows, left out"))
             hidden = [number for number in range(last) if self._hides(number, given, number in learned)]
             if set(hidden) - set(learned):
@@ -359,11 +359,11 @@ class _OneForm:
         Raises:
             Malformed: the template refuses the messages, or no prompt fits the answer.
         """
-        prompt, shown = self._asked(number), self._said(number)
+        prompt, shown = self._asked(number), self._text_through(number)
         for call in self._messages[number].get("tool_calls") or []:
             if missing := lacking(call, shown):
                 raise Malformed(HIDES_CALLS, missing)
-        if number and prompt == self._said(number - 1) and GENERATION.search(self._template):
+        if number and prompt == self._text_through(number - 1) and GENERATION.search(self._template):
             marks = self._renderer.marked(self._messages[: number + 1], self._tools, self._options)
             if here := [mark for mark in marks if mark[0] >= len(prompt)]:
                 begin, end = here[0][0], here[-1][1]
@@ -372,22 +372,22 @@ class _OneForm:
             return self._ended(number, prompt, shown, {})
         for switch in self._switches():
             with contextlib.suppress(Malformed):
-                other_prompt, other = self._asked(number, **switch), self._said(number, **switch)
+                other_prompt, other = self._asked(number, **switch), self._text_through(number, **switch)
                 if other.startswith(other_prompt):
                     ((name, value),) = switch.items()
                     way = f"{name}={str(value).lower()}"
-                    said = f"fitting only the prompt with {way}, learned with it"
-                    return self._ended(number, other_prompt, other, switch)._replace(said=(said,))
+                    note = f"fitting only the prompt with {way}, learned with it"
+                    return self._ended(number, other_prompt, other, switch)._replace(said=(note,))
         if (opened := OPENED.search(prompt)) is not None:
             return self._thought_through(number, prompt, shown, opened)
         behind = self._behind_header(number, prompt, shown)
         if behind is not None:
             return self._ended(number, prompt, prompt + behind, {})
-        before = self._said(number - 1) if number else ""
+        before = self._text_through(number - 1) if number else ""
         header = self._renderer.special.match(prompt.removeprefix(before).lstrip())
         if header and shown.startswith(before) and not shown[len(before) :].lstrip().startswith(header[0]):
-            said = ("shown by the chat template without a header, learned as shown",)
-            return self._ended(number, before, shown, {})._replace(said=said)
+            notes = ("shown by the chat template without a header, learned as shown",)
+            return self._ended(number, before, shown, {})._replace(said=notes)
         raise Malformed("with an answer that the chat template shows behind no prompt")
 
     def _thought_through(self, number: int, prompt: str, shown: str, opened: re.Match[str]) -> Learnable:
@@ -427,10 +427,10 @@ class _OneForm:
 
         The header is the part of ``prompt`` after the earlier messages. ``shown`` may render the earlier messages
         differently from ``prompt``."""
-        header = prompt.removeprefix(self._said(number - 1)) if number else prompt
+        header = prompt.removeprefix(self._text_through(number - 1)) if number else prompt
         other = self._render([*self._messages[:number], {"role": ASSISTANT, "content": MARK}], asks=False)
         place = shown[: _alike(shown, other)].rfind(header) if header != prompt and header.strip() else -1
-        is_last = place >= _alike(shown, self._said(number - 1) if number else "")
+        is_last = place >= _alike(shown, self._text_through(number - 1) if number else "")
         return shown[place + len(header) :] if place >= 0 and is_last else None
 
     def _ended(self, number: int, prompt: str, shown: str, switch: dict[str, Any]) -> Learnable:
@@ -445,7 +445,7 @@ class _OneForm:
             return Learnable(prompt, behind.rstrip() + marker)
         if self._renderer.end_of_text:
             return Learnable(prompt, behind + self._renderer.end_of_text)
-        return Learnable(prompt, behind, said=("ending without a token to stop at",))
+        return Learnable(prompt, behind, notes=("ending without a token to stop at",))
 
     def _next_marker(self, number: int, switch: dict[str, Any]) -> str:
         """Return the token with which the next turn begins, with white space before it; or ``""``.
@@ -471,8 +471,12 @@ class _OneForm:
         Raises:
             Malformed: its header is not found there.
         """
-        whole, prompt, message = self._said(len(self._messages) - 1), self._asked(number), self._messages[number]
-        header = prompt.removeprefix(self._said(number - 1)) if number else prompt
+        whole, prompt, message = (
+            self._text_through(len(self._messages) - 1),
+            self._asked(number),
+            self._messages[number],
+        )
+        header = prompt.removeprefix(self._text_through(number - 1)) if number else prompt
         if opened := OPENED.search(header):
             header = header[: opened.start()]
         other = [*self._messages]
@@ -481,7 +485,7 @@ class _OneForm:
         if place < 0:
             raise Malformed("with an answer that the chat template shows behind no header")
         begin = place + len(header)
-        alone = self._said(number)
+        alone = self._text_through(number)
         end = end_of_words(message, whole, begin)
         ending = alone[end_of_words(message, alone, alone.rfind(header) + len(header)) :].rstrip()
         for part in re.split(r"(\s+)", ending):
@@ -489,7 +493,7 @@ class _OneForm:
                 break
             end += len(part)
         end = len(whole[:end].rstrip()) if ending else end
-        said = ()
+        notes = ()
         if not _last_end(self._renderer.special, whole[begin:end]):
             token = self._renderer.special.search(whole, end)
             if number == len(self._messages) - 1 and token is None:
@@ -498,8 +502,8 @@ class _OneForm:
             elif token is not None and not self._shows_next(number, whole[end : token.start()]):
                 end = token.end()
             else:
-                said = ("ending without a token to stop at",)
-        return Learnable(whole[:begin], whole[begin:end], whole[end:], said)
+                notes = ("ending without a token to stop at",)
+        return Learnable(whole[:begin], whole[begin:end], whole[end:], notes)
 
     def _shows_next(self, number: int, text: str) -> bool:
         """Return True if ``text`` contains the message after answer ``number``."""
@@ -528,12 +532,12 @@ class _OneForm:
                 raise Malformed(HIDES_CALLS, f"{arguments} as JSON")
         if calls and words and text.find(words) > text.find(calls[0]["function"]["name"]):
             raise Malformed("with words beside a call, which the chat template shows behind it")
-        said = answer.said
+        notes = answer.notes
         if thought and thought not in text:
-            said += ("whose thought the chat template leaves out",)
+            notes += ("whose thought the chat template leaves out",)
         if self._renderer.special.search(words):
-            said += ("with a special token in the text, which is learned where it stands",)
-        return answer._replace(said=said)
+            notes += ("with a special token in the text, which is learned where it stands",)
+        return answer._replace(said=notes)
 
     def _check_given(self, before: Sequence[Message], text: str) -> None:
         """Raise Malformed if the prompt ``text`` of the last answer lacks an earlier message of another role.
@@ -566,14 +570,14 @@ class _OneForm:
             return self._first_ones(number, asks=True, **switch)
         asked = [{"role": "user", "content": MARK}]
         header = self._render(asked, asks=True, **switch).removeprefix(self._render(asked, asks=False, **switch))
-        shown = self._said(0, **switch)
+        shown = self._text_through(0, **switch)
         other = self._render([{"role": ASSISTANT, "content": MARK}], asks=False, **switch)
         place = shown[: _alike(shown, other)].rfind(header)
         if place < 0:
             raise Malformed("with an answer that the chat template shows behind no prompt")
         return shown[: place + len(header)]
 
-    def _said(self, number: int, **switch: Any) -> str:
+    def _text_through(self, number: int, **switch: Any) -> str:
         """Return the rendered chat through message ``number``."""
         return self._first_ones(number + 1, asks=False, **switch)
 

@@ -153,14 +153,14 @@ def _message(value: dict[str, Any], names: Mapping[str, str], ignored: Collectio
         if name in fields:  # not the one in --columns
             fields[f"{name} beside {named}"] = fields.pop(name)
     role, content, is_call = _known_role(taken["role"]), taken["content"], taken["role"] in CALL_ROLES
-    said: dict[str, list[Any]] = {use: [] for use in USES}
+    parts_by_use: dict[str, list[Any]] = {use: [] for use in USES}
     if isinstance(content, list) or is_call:
         for part in [{"type": "tool_call", "value": content}] if is_call else content:
-            fields |= _read_part(part, ignored, said)
-        content = "".join(said["text"])
+            fields |= _read_part(part, ignored, parts_by_use)
+        content = "".join(parts_by_use["text"])
     calls = _popped(fields, ("tool_calls", "function_call"))
-    calls = {name: _calls(some) for name, some in calls.items() if some} | {"content": said["call"]}
-    thoughts = _popped(fields, THOUGHTS) | {"a part of the content": "".join(said["thought"])}
+    calls = {name: _calls(some) for name, some in calls.items() if some} | {"content": parts_by_use["call"]}
+    thoughts = _popped(fields, THOUGHTS) | {"a part of the content": "".join(parts_by_use["thought"])}
     if isinstance(content, str) and role == ASSISTANT:
         content = _without_copies(content, thoughts, calls)
     message = {"role": role, "content": content}
@@ -192,15 +192,15 @@ def _without_copies(content: str, thoughts: dict[str, Any], calls: dict[str, lis
     return content
 
 
-def _read_part(part: object, ignored: Collection[str], said: dict[str, list[Any]]) -> dict[str, Any]:
-    """Append the text or calls of a content part to the list in ``said`` for its use; return its other fields.
+def _read_part(part: object, ignored: Collection[str], parts_by_use: dict[str, list[Any]]) -> dict[str, Any]:
+    """Append the text or calls of a content part to the list in ``parts_by_use`` for its use; return its other fields.
 
     These fields are named ``content.NAME``. A part whose type is in ``ignored`` adds nothing and returns ``{}``.
 
     Args:
         part: the part.
         ignored: types of parts to leave out.
-        said: texts and calls of the message so far, by use (``USES``).
+        parts_by_use: texts and calls of the message so far, by use (``USES``).
 
     Raises:
         Malformed: the part has an unknown type, no text, or is in a wrong order.
@@ -216,14 +216,14 @@ def _read_part(part: object, ignored: Collection[str], said: dict[str, list[Any]
     use, names = PARTS[kind]
     text = only(_popped(fields, names))
     if use == "call":
-        said[use] += _calls(fields if text is None else text)
+        parts_by_use[use] += _calls(fields if text is None else text)
         return {}
     if not isinstance(text, str):
         names = " or ".join(map(repr, names))
         raise Malformed(f"with a part of a content that holds no text in {names}", reprlib.repr(part))
-    if any(said[later] for later in USES[USES.index(use) + 1 :]):
+    if any(parts_by_use[later] for later in USES[USES.index(use) + 1 :]):
         raise Malformed(f"with parts of a content in another order than {', '.join(USES)}")
-    said[use].append(text)
+    parts_by_use[use].append(text)
     return {f"content.{name}": field for name, field in fields.items() if field not in EMPTY}
 
 

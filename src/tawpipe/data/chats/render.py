@@ -220,7 +220,7 @@ class Renderer:
             Document("chat", pieces, complete=True, where=row.where, identity=identity) for pieces in chat.documents
         ]
         documents += [Skipped("answer", row.where, lost.why, lost.detail) for lost in chat.lost]
-        documents += [Skipped("remark" if note.detail else "note", row.where, *note.args) for note in chat.said]
+        documents += [Skipped("remark" if note.detail else "note", row.where, *note.args) for note in chat.notes]
         unread = [f"chat_template_kwargs.{name}" for name in sorted(options.keys() - self._chats.variables(tools))]
         unread += self._unread(messages, tools, options)
         if chat.documents and tools:
@@ -263,13 +263,17 @@ class Renderer:
         prompt, answer = (self._meant({name: columns.get(name) for name in group}) for group in (PROMPTS, ANSWERS))
         if any(isinstance(of_messages(columns.get(name)), list | dict) for name in (prompt, answer)):
             given = self._with_system(row, self._messages(row, prompt, "user"))
-            said = self._messages(row, answer, ASSISTANT)
-            return self._rendered(row, given + said, first=len(given)) if said else [_without_answer(row)]
+            answer_messages = self._messages(row, answer, ASSISTANT)
+            return (
+                self._rendered(row, given + answer_messages, first=len(given))
+                if answer_messages
+                else [_without_answer(row)]
+            )
         parts = [part for name in (prompt, "input") if (part := self._text(columns, name))]
-        system, said = self._text(columns, "system"), self._text(columns, answer)
-        if not said.strip():
+        system, answer_text = self._text(columns, "system"), self._text(columns, answer)
+        if not answer_text.strip():
             return [_without_answer(row)]
-        turns = {"system": system, "user": "\n".join(parts), ASSISTANT: said}
+        turns = {"system": system, "user": "\n".join(parts), ASSISTANT: answer_text}
         messages = [{"role": role, "content": text} for role, text in turns.items() if text]
         if self._as_chat:
             return [*self._rendered(row, messages), Skipped("note", row.where, AS_CHAT)]
@@ -280,7 +284,7 @@ class Renderer:
         parts = [system, *parts] if system else parts
         given = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
         given, notes = self._special.given(given, row.where)
-        pieces = tuple(piece for piece in (ChatText(given, False), ChatText(said, True)) if piece.text)
+        pieces = tuple(piece for piece in (ChatText(given, False), ChatText(answer_text, True)) if piece.text)
         if self._fits is not None and not self._fits(pieces, "instruction"):
             raise Malformed(TOO_LONG.format(longest=self._longest))
         return [*notes, Document("instruction", pieces, where=row.where, identity=_identity(messages))]
@@ -322,8 +326,8 @@ def _identity(
         [turn["role"], turn["content"] or "", turn.get(THOUGHT), meant_calls(turn.get("tool_calls", []))]
         for turn in messages
     ]
-    said = without_nulls([turns, tools or [], dict(options or {})])
-    content = json.dumps(said, sort_keys=True, separators=(",", ":"), default=str)
+    meaning = without_nulls([turns, tools or [], dict(options or {})])
+    content = json.dumps(meaning, sort_keys=True, separators=(",", ":"), default=str)
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little")
 
 

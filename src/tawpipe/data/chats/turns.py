@@ -57,7 +57,7 @@ def chat_that_fits(
     if long_chats == "drop":
         kept = [document for document in whole.documents if fits(document, "chat")]
         lost = [Malformed(DROPPED.format(longest=longest))] * (len(whole.documents) - len(kept))
-        return Chat(kept, whole.lost + lost, whole.said)
+        return Chat(kept, whole.lost + lost, whole.notes)
     head, questions = _questions(messages)
     parts, end = list[Chat](), len(questions)
     while end > 0:
@@ -84,7 +84,7 @@ def chat_that_fits(
     return Chat(
         [document for part in parts for document in part.documents],
         [lost for part in parts for lost in part.lost],
-        [*(said for part in parts for said in part.said), cut],
+        [*(note for part in parts for note in part.notes), cut],
     )
 
 

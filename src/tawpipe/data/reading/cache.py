@@ -118,9 +118,9 @@ def leader_first(work: Callable[[], T], *, leader: bool, barrier: Callable[[], N
             note.unlink(missing_ok=True)
             return work()
         except BaseException as error:
-            said = [error.setting, error.value, error.expected] if isinstance(error, UserError) else repr(error)
+            failure = [error.setting, error.value, error.expected] if isinstance(error, UserError) else repr(error)
             with contextlib.suppress(OSError):  # on a full disk the others fail themselves
-                note.write_text(json.dumps(said, default=str))
+                note.write_text(json.dumps(failure, default=str))
             raise
         finally:
             barrier()

@@ -117,8 +117,8 @@ def discover(model: nn.Module, *, alone: bool = False, states: bool = False) -> 
             except Exception as error:
                 failures.append(error)
     failures.sort(key=lambda error: not isinstance(error, AssertionError))  # errors of the recorders first
-    said = "; {}" if failures and isinstance(failures[0], AssertionError) else " ({})"
-    reason = said.format(failures[0]) if failures else ""
+    template = "; {}" if failures and isinstance(failures[0], AssertionError) else " ({})"
+    reason = template.format(failures[0]) if failures else ""
     raise unsupported(
         kind, f"expected {count} layers that are called one after the other with hidden states only{reason}"
     ) from (failures[0] if failures else None)

@@ -109,15 +109,15 @@ def _config_of(lora: LoraSettings) -> Any:
         raise UserError("lora.adapter", lora.adapter, f"an adapter of the plain base model; {changed}; {how}")
     names = config.target_modules
     names = [names] if isinstance(names, str) else sorted(names)
-    for setting, said, has in (
+    for setting, value, has in (
         ("rank", lora.rank, config.r),
         ("alpha", lora.alpha, config.lora_alpha),
         ("targets", None if lora.targets == [ALL_LINEAR] else sorted(lora.targets), names),
         ("dora", lora.dora or None, config.use_dora),
         ("rslora", lora.rslora or None, config.use_rslora),
     ):
-        if said not in (None, has):
-            raise UserError(f"lora.{setting}", said, f"{has} as in {lora.adapter}, or unset")
+        if value not in (None, has):
+            raise UserError(f"lora.{setting}", value, f"{has} as in {lora.adapter}, or unset")
     if lora.dropout is not None:
         config.lora_dropout = lora.dropout
     config.inference_mode, config.init_lora_weights = False, True

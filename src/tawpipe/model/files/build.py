@@ -151,8 +151,8 @@ class BuiltModel:
         keys = [key for key in _BALANCE if isinstance(value := getattr(text, key, None), int | float) and value > 0]
         if not keys:
             return ""
-        said = ", ".join(f"{key} {getattr(text, key):g}" for key in keys)
-        return f"the auxiliary loss for load balancing of experts is not trained ({said} in config.json)"
+        coefficients = ", ".join(f"{key} {getattr(text, key):g}" for key in keys)
+        return f"the auxiliary loss for load balancing of experts is not trained ({coefficients} in config.json)"
 
     @property
     def other_base_words(self) -> str:

@@ -123,7 +123,7 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
             known[alike] = memory.working_of(schedule, action, round(of_action * tokens))
         return known[alike]
 
-    said = held(
+    footprint = held(
         schedule,
         request.widths,
         activation_bytes=request.activations_of(step.sequence_ranks),
@@ -131,14 +131,14 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         absent=request.absent,
         shares=shares,
     )
-    settings, short = step.settings, request.absent[said.rank] if request.absent else 0
+    settings, short = step.settings, request.absent[footprint.rank] if request.absent else 0
     chunk = min((settings.sequence_chunk or 0) * request.micro_batch, -(-tokens // step.sequence_ranks))
     passes = request.has_host and not settings.offload_dir
     parts = {
-        "homes": said.home_bytes,
-        "buffers": said.buffer_bytes,
-        "activations": said.activation_bytes,
-        "working": said.working_bytes + (memory.staged(schedule, chunk) if passes else 0),
+        "homes": footprint.home_bytes,
+        "buffers": footprint.buffer_bytes,
+        "activations": footprint.activation_bytes,
+        "working": footprint.working_bytes + (memory.staged(schedule, chunk) if passes else 0),
         "system": request.system_bytes + request.communicator_bytes * len(needed_groups([schedule])),
     }
     devices = max(request.machine.nodes)
@@ -146,14 +146,21 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     if request.on_cuda:
         apart = max(held_apart(schedule, rank, sizes, shares) for rank in schedule.played)
     else:
-        between = said.activation_bytes * BETWEEN_BLOCKS + (said.working_bytes * BETWEEN_CHUNKS if chunk else 0)
+        between = footprint.activation_bytes * BETWEEN_BLOCKS + (
+            footprint.working_bytes * BETWEEN_CHUNKS if chunk else 0
+        )
         ahead = max(posted_ahead(schedule, rank, sizes, shares) for rank in schedule.played)
         apart = min(MOST_BETWEEN, round(between)) + ahead
     parts |= {"apart": apart} if apart or not request.on_cuda else {}
     if request.has_host:
-        return Needs(parts, said.host_bytes * devices, said.file_bytes * devices, short)
+        return Needs(parts, footprint.host_bytes * devices, footprint.file_bytes * devices, short)
     parts["saving"] = saved_bytes(request, schedule.step)
-    return Needs(parts | {"host": said.host_bytes} if said.host_bytes else parts, 0, said.file_bytes * devices, short)
+    return Needs(
+        parts | {"host": footprint.host_bytes} if footprint.host_bytes else parts,
+        0,
+        footprint.file_bytes * devices,
+        short,
+    )
 
 
 def link_bytes_of(timeline: Timeline) -> float:

@@ -188,9 +188,9 @@ def _interfaces(world: World, before: Mapping[str, int], links: Probe) -> Iterat
     machines = world.machines
     if machines.num_nodes == 1:
         return
-    said = world.gather_texts(used_between(before, sent_bytes(), links.machine.between.bytes_per_s))
+    texts = world.gather_texts(used_between(before, sent_bytes(), links.machine.between.bytes_per_s))
     for number, ranks in enumerate(machines.nodes):
-        if words := said[ranks[0]]:
+        if words := texts[ranks[0]]:
             yield f"machine {number} uses", words
 
 

@@ -56,8 +56,8 @@ class Homes:
     note: str = ""
 
     def __str__(self) -> str:
-        said = ", ".join(f"{name} {span(seconds)}" for name, seconds in self.seconds.items())
-        return f"transfers between nodes with homes {said}" + (f"; {self.note}" if self.note else "")
+        times = ", ".join(f"{name} {span(seconds)}" for name, seconds in self.seconds.items())
+        return f"transfers between nodes with homes {times}" + (f"; {self.note}" if self.note else "")
 
 
 def find_homes(request: PlanRequest, step: StepSpec) -> Homes | None:

@@ -261,8 +261,8 @@ def _profile(
         kind: {name: (fixed, per_token) for name, (fixed, per_token) in of_kind.items()}
         for kind, of_kind in known.working.items()
     }
-    said = (coding or {}).items()
-    each: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in said}
+    coding_items = (coding or {}).items()
+    each: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in coding_items}
     memory_of = replace(known, working=lines)
     return Profile(blocks, update_s, memory_of, source, update_of=tuple(update_of), coding=CodingTimes(**each))
 

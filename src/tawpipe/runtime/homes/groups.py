@@ -29,11 +29,11 @@ class PipelineOptimizer(Optimizer):
         """
         groups: list[tuple[Sequence[Any], dict[str, Any]]] = []
         self.group_of: dict[str, int] = {}
-        for name, said in options.items():
-            known = [at for at, (other, _) in enumerate(groups) if other == said]
+        for name, group_options in options.items():
+            known = [at for at, (other, _) in enumerate(groups) if other == group_options]
             if not known:
                 known = [len(groups)]
-                groups.append((said, {**said[1], "params": []}))
+                groups.append((group_options, {**group_options[1], "params": []}))
             self.group_of[name] = known[0]
             groups[known[0]][1]["params"].append(PlaceOfPiece(name, (), 0).mark(torch.empty(0, device="cpu")))
         super().__init__([group for _, group in groups], {})

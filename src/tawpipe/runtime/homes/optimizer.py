@@ -385,11 +385,11 @@ def _options(optimizers: Sequence[Optimizer]) -> dict[str, list[Any]]:
     options: dict[str, list[Any]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            said: Any = {key: _plain(value) for key, value in group.items() if key != "params"}
+            group_options: Any = {key: _plain(value) for key, value in group.items() if key != "params"}
             for parameter in group["params"]:
                 of_parameter = options.setdefault(piece_of(parameter).name, [type(optimizer)])
-                if said not in of_parameter:
-                    of_parameter.append(said)
+                if group_options not in of_parameter:
+                    of_parameter.append(group_options)
     return options
 
 

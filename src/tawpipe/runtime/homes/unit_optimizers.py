@@ -55,7 +55,11 @@ def try_factory(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[int, T
 
 def options_of(factory: OptimizerFactory, units: Sequence[Unit]) -> dict[str, list[Any]]:
     """Return for every trainable parameter name the class of its optimizer and the options of its group."""
-    return {name: said for trial in try_factory(factory, units).values() for name, said in trial.options.items()}
+    return {
+        name: group_options
+        for trial in try_factory(factory, units).values()
+        for name, group_options in trial.options.items()
+    }
 
 
 def in_other_groups(factory: OptimizerFactory, groups: str, units: Sequence[Unit]) -> list[str]:
@@ -174,7 +178,7 @@ class UnitOptimizers:
         tried = try_factory(factory, storage.units)
         self.name = "+".join(sorted({part for trial in tried.values() for part in trial.name.split("+")}))
         self.states_per_element = tuple(tried[u.index].states if u.trainable else 0 for u in storage.units)
-        options = {name: said for trial in tried.values() for name, said in trial.options.items()}
+        options = {name: group_options for trial in tried.values() for name, group_options in trial.options.items()}
         self.groups = PipelineOptimizer(options)
         self.rule = rule_of(factory)
         self.whole = isinstance(factory, WholeMatrices)

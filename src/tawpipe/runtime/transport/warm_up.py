@@ -21,7 +21,7 @@ from tawpipe.topology import Topology
 
 ELEMENTS = 8
 """Elements of the shard that a rank contributes."""
-HERE, THERE = pooled("W", 0), pooled("W", 1)
+SOURCE, THERE = pooled("W", 0), pooled("W", 1)
 
 
 def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
@@ -47,8 +47,8 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
             yield Action(
                 Op.COLLECTIVE,
                 lane,
-                (HERE,),
-                (HERE if in_place else THERE,),
+                (SOURCE,),
+                (SOURCE if in_place else THERE,),
                 collective=collective,
                 group=group,
                 root=root,
@@ -57,7 +57,7 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
         for *_, pair, compression in sorted(use for use in pairs if use[:2] == (lane, group)):
             peer = pair[0] if pair[1] == rank else pair[1]
             yield exchange(
-                lane, (Transfer(True, peer, 0, HERE), Transfer(False, peer, 0, THERE)), group, compression=compression
+                lane, (Transfer(True, peer, 0, SOURCE), Transfer(False, peer, 0, THERE)), group, compression=compression
             )
 
 
@@ -68,4 +68,4 @@ def few_numbers(action: Action, topology: Topology, rank: int, device: torch.dev
         "all_gather": (ELEMENTS, ELEMENTS * members),
         "reduce_scatter": (ELEMENTS * members, ELEMENTS),
     }.get(action.collective, (ELEMENTS, ELEMENTS))
-    return {buffer: torch.zeros(size, device=device) for buffer, size in zip((HERE, THERE), sizes, strict=True)}
+    return {buffer: torch.zeros(size, device=device) for buffer, size in zip((SOURCE, THERE), sizes, strict=True)}

@@ -47,13 +47,13 @@ class GroupSizes:
         weights: ranks over which weights are kept.
         gradients: ranks over which gradients are reduced.
         state: ranks over which the optimizer state is sharded.
-        said: the user's text, for messages.
+        text: the user's text, for messages.
     """
 
     weights: int
     gradients: int
     state: int
-    said: str = ""
+    text: str = ""
 
     def cuts(self, topology: Topology) -> tuple[int, ...]:
         """Return 1, the three sizes, the node size and the world size, ascending and without duplicates.
@@ -68,7 +68,7 @@ class GroupSizes:
             usable += [local * n for n in range(1, nodes + 1) if nodes % n == 0]
             numbers = ", ".join(map(str, usable))
             expected = f"numbers of {numbers}, of which the smaller divide the larger and the last is the largest"
-            raise UserError("schedule.groups", self.said, expected)
+            raise UserError("schedule.groups", self.text, expected)
         return tuple(cuts)
 
 
@@ -113,7 +113,7 @@ class Grouped(WeightStrategy):
         if len(numbers) != 3 or len(words) != 3 or not all(numbers):
             expected = "the processes or nodes of three groups: weights, gradients, state, as in 4/8/16 or 1n/1n/2n"
             raise UserError("schedule.groups", self.groups, expected)
-        return GroupSizes(*numbers, said=self.groups)
+        return GroupSizes(*numbers, text=self.groups)
 
     def home(self, topology: Topology, numel: int, block: int, at: int | None) -> Home:
         """Return the home of a unit. Shards are in the order in which the hops put them together."""

@@ -61,9 +61,9 @@ class Retrieval:
     def __str__(self) -> str:
         """Return the number of facts found, and the first length and depth with a fact that was not found, as text."""
         cells = self.cells.values()
-        said = f"{sum(cell.retrieved for cell in cells)} of {sum(cell.asked for cell in cells)} facts found"
+        summary = f"{sum(cell.retrieved for cell in cells)} of {sum(cell.asked for cell in cells)} facts found"
         missed = next((place for place, cell in self.cells.items() if cell.retrieved < cell.asked), None)
-        return said if missed is None else f"{said}; first miss at {missed[0]:,} tokens, depth {missed[1]:.4g}"
+        return summary if missed is None else f"{summary}; first miss at {missed[0]:,} tokens, depth {missed[1]:.4g}"
 
 
 @dataclass(frozen=True)

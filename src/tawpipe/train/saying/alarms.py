@@ -42,14 +42,14 @@ class Spikes:
         """
         if not math.isfinite(loss):
             return ""
-        said = ""
+        warning = ""
         if self.factor and len(self._recent) >= LEAST:
             middle = statistics.median(self._recent)
             usual = statistics.median(abs(past - middle) for past in self._recent)
             if loss - middle > self.factor * max(usual, 1e-3 * abs(middle)):
-                said = f"loss spike: {loss:.4f}; the last {len(self._recent)} losses are around {middle:.4f}"
+                warning = f"loss spike: {loss:.4f}; the last {len(self._recent)} losses are around {middle:.4f}"
         self._recent.append(loss)
-        return said
+        return warning
 
 
 def paces(seconds: Sequence[float], work: Sequence[float]) -> list[float]:

@@ -67,8 +67,8 @@ class MetricsWriter:
         try:
             self._append((json.dumps({"step": step, **row}, allow_nan=False) + "\n").encode())
         except OSError as error:
-            said, self._failed = self._failed, True
-            return "" if said else f"{self.path}: {error.strerror or error}"
+            failed_before, self._failed = self._failed, True
+            return "" if failed_before else f"{self.path}: {error.strerror or error}"
         return ""
 
     def _append(self, row: bytes) -> None:

@@ -25,8 +25,8 @@ def gib(number: float) -> str:
     return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
-def measured_words(peaks: Sequence[float], said: int) -> str:
-    """Return the peak memory of every process as text, with the difference from the prediction ``said``.
+def measured_words(peaks: Sequence[float], predicted_bytes: int) -> str:
+    """Return the peak memory of every process as text, with the difference from the prediction ``predicted_bytes``.
 
     >>> measured_words([103 * 2**20, 2**20], 100 * 2**20)
     '103.0 MiB, 1.0 MiB (predicted 100.0 MiB; the largest used 3.0% more)'
@@ -35,13 +35,15 @@ def measured_words(peaks: Sequence[float], said: int) -> str:
 
     Args:
         peaks: peak memory of every process, in bytes.
-        said: predicted bytes; 0 for no prediction.
+        predicted_bytes: predicted bytes; 0 for no prediction.
     """
     words = ", ".join(map(gib, peaks))
-    if not said:
+    if not predicted_bytes:
         return words
-    more = max(peaks) / said - 1
-    return f"{words} (predicted {gib(said)}; the largest used {abs(more):.1%} {'more' if more > 0 else 'less'})"
+    more = max(peaks) / predicted_bytes - 1
+    return (
+        f"{words} (predicted {gib(predicted_bytes)}; the largest used {abs(more):.1%} {'more' if more > 0 else 'less'})"
+    )
 
 
 def device_name(world: World) -> str:
@@ -81,12 +83,12 @@ def batch_words(batch: BatchShape, bins: Bins | None, balance: Balance | None) -
     )
 
 
-def step_rows(said: Costs, nodes: Topology, recompute: str) -> list[tuple[str, str]]:
+def step_rows(costs: Costs, nodes: Topology, recompute: str) -> list[tuple[str, str]]:
     """Return console rows with the strategy of a step and the bytes that it sends between nodes."""
-    rows = [("strategy", f"{said.strategy}: {said.schedule}, recompute {recompute}")]
+    rows = [("strategy", f"{costs.strategy}: {costs.schedule}, recompute {recompute}")]
     if nodes.num_nodes > 1:
-        most = max(said.link_sent_bytes)
-        received = gib(max(said.link_received_bytes))
+        most = max(costs.link_sent_bytes)
+        received = gib(max(costs.link_received_bytes))
         rows.append(("network", f"{gib(most)} sent and {received} received per node and step"))
     return rows
 

@@ -70,7 +70,7 @@ def settle(
         UserError: ``epochs`` is set, but the number of steps in an epoch is not known.
     """
     recipe, optimizer, earlier = RECIPES[start], config.optimizer, earlier or {}
-    said: list[str] = []
+    choices: list[str] = []
     known = {name: value for name, value in earlier.items() if name in OPEN and isinstance(_get(config, name), Open)}
     if config.epochs is not None:
         known.pop("steps", None)
@@ -82,7 +82,7 @@ def settle(
         if optimizer.name == "adafactor":
             rate = min(HIGHEST, RELATIVE * rate)
         config = replace(config, learning_rate=rate)
-        said.append(f"learning rate {rate:g}".replace("e-0", "e-"))
+        choices.append(f"learning rate {rate:g}".replace("e-0", "e-"))
     if isinstance(config.steps, Open):
         epochs = config.epochs or recipe.epochs
         steps = None if epochs is None else steps_in(epochs)
@@ -90,9 +90,9 @@ def settle(
             raise UserError("--epochs", config.epochs, "--steps with streamed data, whose length is unknown")
         if steps is None:
             steps = int(config.steps)
-            said.append(f"{steps} steps" + (" (the length of a stream is unknown)" if epochs else ""))
+            choices.append(f"{steps} steps" + (" (the length of a stream is unknown)" if epochs else ""))
         else:
-            said.append(f"{epochs} epoch{'s' if epochs != 1 else ''} = {steps} steps")
+            choices.append(f"{epochs} epoch{'s' if epochs != 1 else ''} = {steps} steps")
         config = replace(config, steps=steps, epochs=None)
     if isinstance(config.optimizer.warmup_steps, Open):
         share = optimizer.warmup_ratio if optimizer.warmup_ratio is not None else recipe.warmup_share
@@ -100,13 +100,13 @@ def settle(
         if optimizer.warmup_ratio is None and share:
             warmup = max(1, warmup)
         config = _with(config, {"optimizer.warmup_steps": warmup})
-        said.append(f"warm-up {warmup} step{'s' if warmup != 1 else ''}")
+        choices.append(f"warm-up {warmup} step{'s' if warmup != 1 else ''}")
     if isinstance(config.optimizer.weight_decay, Open):
         decay = 0.0 if optimizer.name in ADDS_TO_GRADIENT else recipe.weight_decay
         config = _with(config, {"optimizer.weight_decay": decay})
-        said.append(f"weight decay {decay:g}")
+        choices.append(f"weight decay {decay:g}")
     config = replace(config, optimizer=replace(config.optimizer, warmup_ratio=None))
-    return config, f"{', '.join(said)}: {recipe.words}" if said else ""
+    return config, f"{', '.join(choices)}: {recipe.words}" if choices else ""
 
 
 def settled(config: TrainConfig) -> dict[str, Any]:
