@@ -167,7 +167,7 @@ def _measure_cell(suite: Suite, cell: Cell, tell: Callable[[str], None], traces:
         for i, entry in enumerate(entries):
             try:
                 knobs = serving_knobs(entry.strategy, cell.workload, topology, between)
-                knobs |= ours.found_for(entry.strategy, cell.workload, topology, entry.all_knobs, between)
+                knobs |= ours.search_knobs(entry.strategy, cell.workload, topology, entry.all_knobs, between)
                 entries[i] = replace(entry, searched={**entry.searched, **knobs})
             except UserError as error:
                 failed[i] = str(error)

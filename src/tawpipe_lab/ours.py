@@ -45,7 +45,7 @@ from tawpipe_lab.workload import (
     ServingWorkload,
     TimedWorkload,
     Workload,
-    with_found,
+    merge_knobs,
 )
 
 
@@ -232,7 +232,7 @@ def _through_stages(
     Raises:
         UserError: a knob does not work with documents of uneven lengths, or the packing is unknown.
     """
-    settings = settings_of(name, with_found(knobs, found_for(name, workload, topology, knobs)))
+    settings = settings_of(name, merge_knobs(knobs, search_knobs(name, workload, topology, knobs)))
     chosen = settings.schedule
     refused = {"keep_mib": chosen.keep_mib, "order": settings.order, "balance": settings.balance}
     for knob, value in refused.items():
@@ -331,7 +331,7 @@ def _played(
     return play_schedule(schedule, workload_costs(work, between=between, inside=INSIDE), steps=1).makespan
 
 
-def found_for(
+def search_knobs(
     name: str, workload: Workload, topology: Topology, knobs: Mapping[str, Any], between: LinkModel | None = None
 ) -> dict[str, Any]:
     """Search for the knobs that a row needs in addition to its own: ``stages``, ``order`` and ``block_times``.
@@ -405,7 +405,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
         UserError: the strategy cannot run this workload on this topology with these knobs.
     """
     if isinstance(workload, LengthsWorkload):  # stages and times decide which documents a pipeline gets
-        knobs = with_found(knobs, found_for(name, workload, topology, knobs))
+        knobs = merge_knobs(knobs, search_knobs(name, workload, topology, knobs))
     settings, work = settings_of(name, knobs), computed(name, workload, topology, knobs)
     chosen = settings.schedule
     model = real_model_spec(work) if isinstance(work, RealWorkload) else workload_model(work)
@@ -422,7 +422,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
     strategy = find(chosen.strategy)
     if "block_times" in strategy.uses and isinstance(work, TimedWorkload) and not chosen.block_times:
         chosen = replace(chosen, block_times=spell_times(pipeline_costs(work, chosen.recompute)))
-    all_knobs = with_found(knobs, found_for(name, workload, topology, knobs))
+    all_knobs = merge_knobs(knobs, search_knobs(name, workload, topology, knobs))
     chosen = replace(chosen, stages=all_knobs.get("stages", chosen.stages))
     if settings.balance:
         chosen = replace(chosen, stages=_balanced(name, work, topology, settings))

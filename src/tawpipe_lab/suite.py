@@ -34,7 +34,7 @@ from tawpipe.schedule.sharing import speeds_of
 from tawpipe.topology import Topology
 from tawpipe_lab.mixes import MIXES
 from tawpipe_lab.sleeper import Slowdown
-from tawpipe_lab.workload import KINDS, RealWorkload, Workload, spell_out, with_found
+from tawpipe_lab.workload import KINDS, RealWorkload, Workload, merge_knobs, spell_out
 
 PARTS = ("forward", "backward_input", "backward_weight")
 """Fields of ``BlockTimes`` that a mix turns into seconds."""
@@ -121,8 +121,8 @@ class Entry:
 
     @property
     def all_knobs(self) -> dict[str, Any]:
-        """Knobs of the suite together with those that a search has found, see ``with_found``."""
-        return with_found(self.knobs, self.searched)
+        """Knobs of the suite together with those that a search has found, see ``merge_knobs``."""
+        return merge_knobs(self.knobs, self.searched)
 
     @property
     def label(self) -> str:

@@ -32,7 +32,7 @@ from tawpipe_lab.ours_run import OurContender, PipelineContender
 from tawpipe_lab.rivals import deepspeed, fsdp, pipelining
 from tawpipe_lab.serving import ROWS, LapContender
 from tawpipe_lab.sleeper import Pace, Slowdown
-from tawpipe_lab.workload import RealWorkload, Workload, from_spelled_out, with_found
+from tawpipe_lab.workload import RealWorkload, Workload, from_spelled_out, merge_knobs
 
 STEP_TIMEOUT = timedelta(minutes=5)
 
@@ -148,7 +148,7 @@ def _make(
         rank: this rank.
         reading: measurements of the entry.
     """
-    name, knobs = entry["strategy"], with_found(entry["knobs"], entry["searched"])
+    name, knobs = entry["strategy"], merge_knobs(entry["knobs"], entry["searched"])
     contender: Contender | None = None
     try:
         contender = make(name, workload, topology, rank, **knobs)

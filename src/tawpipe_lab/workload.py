@@ -464,17 +464,17 @@ KINDS: dict[str, type[Workload]] = {
 }
 
 
-def with_found(knobs: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def merge_knobs(knobs: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[str, Any]:
     """Return the knobs of a row together with those that a search found.
 
     A given knob wins, except ``stages`` that names only an axis, which a search completes.
 
     Args:
         knobs: given knobs.
-        found: knobs from a search.
+        searched: knobs from a search.
     """
-    given = {name: value for name, value in knobs.items() if name != "stages" or name not in found or ":" in value}
-    return {**found, **given}
+    given = {name: value for name, value in knobs.items() if name != "stages" or name not in searched or ":" in value}
+    return {**searched, **given}
 
 
 def spell_out(workload: Workload) -> dict[str, Any]:

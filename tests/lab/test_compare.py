@@ -176,7 +176,7 @@ def test_found_pipeline_order_fits_the_memory_capacity():
     """What fits into the room keeps no more, and what does not is refused by name."""
     limited, topology = replace(TIMED, layers=4, room=2.5, host_s=0.001), Topology.grid(2, 2)
     for row in ("1f1b-fitted", "solved"):
-        knobs = ours.found_for(row, limited, topology, {})
+        knobs = ours.search_knobs(row, limited, topology, {})
         schedule = ours.schedule_of(row, limited, topology, knobs)
         verify(schedule)
         layout, order = Layout.even(6, 4), Order.parse(knobs["order"])
@@ -185,17 +185,17 @@ def test_found_pipeline_order_fits_the_memory_capacity():
         assert [a.micro_batch for a in computed] == [work.micro_batch for work in order.compute[0] if work.kind != "W"]
         assert Entry(row, {}, knobs).label == row
     with pytest.raises(UserError, match="room"):
-        ours.found_for("zero-bubble-fitted", replace(limited, room=2.0, linear_bytes=40_000), topology, {})
-    assert ours.found_for("1f1b-ours", limited, topology, {}) == {}
+        ours.search_knobs("zero-bubble-fitted", replace(limited, room=2.0, linear_bytes=40_000), topology, {})
+    assert ours.search_knobs("1f1b-ours", limited, topology, {}) == {}
 
 
 def test_pipeline_orders_are_made_for_the_links_of_a_cell():
     slow = LinkModel(TIMED.activation_bytes / 0.5)
-    found = parse_times(ours.found_for("zero-bubble", TIMED, Topology.grid(2, 2), {}, slow)["block_times"])
+    found = parse_times(ours.search_knobs("zero-bubble", TIMED, Topology.grid(2, 2), {}, slow)["block_times"])
     assert found.hop == 500_000 and found.near_hop < 1000 and found.nodes == (0, 0, 1, 1)
-    over_nodes = ours.found_for("zero-bubble", TIMED, Topology.grid(2, 2), {"stages": "nodes"}, slow)["block_times"]
+    over_nodes = ours.search_knobs("zero-bubble", TIMED, Topology.grid(2, 2), {"stages": "nodes"}, slow)["block_times"]
     assert parse_times(over_nodes).hop == 1_000_000  # two pipelines share the link
-    inside = ours.found_for("zero-bubble", TIMED, Topology.grid(2, 2), {"stages": "locals"}, slow)["block_times"]
+    inside = ours.search_knobs("zero-bubble", TIMED, Topology.grid(2, 2), {"stages": "locals"}, slow)["block_times"]
     assert parse_times(inside).hop < 1000
 
 

@@ -28,7 +28,7 @@ from tawpipe_lab.ours_run import _SleepingCompute
 from tawpipe_lab.sleeper import BusyTime, Sleeper
 from tawpipe_lab.suite import Cell, Entry, load_suite
 from tawpipe_lab.worker import make
-from tawpipe_lab.workload import PASSES, LengthsWorkload, spell_out, with_found
+from tawpipe_lab.workload import PASSES, LengthsWorkload, merge_knobs, spell_out
 from timed import DOCUMENTS
 
 TINY = LengthsWorkload(**{**DOCUMENTS, "layers": 4})
@@ -39,7 +39,7 @@ TOPOLOGY = Topology.grid(2, 2)
 def through(name: str, stages: str, **knobs: Any) -> dict[str, Any]:
     """Knobs, and what a search gave."""
     knobs = {"stages": stages, "packing": "balanced", **knobs}
-    return with_found(knobs, ours.found_for(name, TINY, TOPOLOGY, knobs, LinkModel(1e7)))
+    return merge_knobs(knobs, ours.search_knobs(name, TINY, TOPOLOGY, knobs, LinkModel(1e7)))
 
 
 @pytest.mark.parametrize("stages", quick_ones(("world", "nodes", "locals"), ["nodes"]))
@@ -159,10 +159,10 @@ def test_pipelines_sleep_for_the_whole_workload(pool: Any) -> None:
 
 
 def test_stages_are_searched_on_the_given_axis_with_link_costs() -> None:
-    slow = ours.found_for("generated", TINY, TOPOLOGY, {"stages": "nodes", "packing": "balanced"}, LinkModel(1e5))
+    slow = ours.search_knobs("generated", TINY, TOPOLOGY, {"stages": "nodes", "packing": "balanced"}, LinkModel(1e5))
     assert slow["stages"] == "nodes:0,3@0,1"  # every other border would cross the link once more
-    assert with_found({"stages": "nodes"}, slow) == slow
-    assert with_found({"stages": "nodes:0,2@0,1"}, slow)["stages"] == "nodes:0,2@0,1"
+    assert merge_knobs({"stages": "nodes"}, slow) == slow
+    assert merge_knobs({"stages": "nodes:0,2@0,1"}, slow)["stages"] == "nodes:0,2@0,1"
 
 
 def test_impossible_pipeline_settings_are_named() -> None:

@@ -14,7 +14,7 @@ from tawpipe.cli import main
 from tawpipe.dealing.balance import LayerKind, LayerTime
 from tawpipe.dealing.unbalanced import in_rows, in_turn
 from tawpipe.errors import UserError
-from tawpipe.plan.answer.dealt import BALANCED, IN_TURN, ROWS, DealFound
+from tawpipe.plan.answer.dealt import BALANCED, IN_TURN, ROWS, DealReport
 from tawpipe.plan.answer.dealt_words import as_json, lines, write_dealt_page
 from tawpipe.plan.answer.lengths import Lengths, lengths_of
 from tawpipe.plan.cost.predict import predict
@@ -43,8 +43,8 @@ def corpus() -> Lengths:
 
 
 @pytest.fixture(scope="module")
-def dealt() -> DealFound:
-    return DealFound.of(request(450), corpus(), tokens=4000, max_document=300)
+def dealt() -> DealReport:
+    return DealReport.of(request(450), corpus(), tokens=4000, max_document=300)
 
 
 def test_lengths_file_holds_lengths_with_optional_counts(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_row_packings_hold_every_token_in_full_rows() -> None:
     )
 
 
-def test_dealing_by_time_beats_other_packings_in_a_plan(dealt: DealFound) -> None:
+def test_dealing_by_time_beats_other_packings_in_a_plan(dealt: DealReport) -> None:
     best, turn, rows = dealt.best, dealt.deal_of(IN_TURN), dealt.deal_of(ROWS)
     assert best is not None and turn is not None and rows is not None and best.name == BALANCED
     assert best.seconds < min(turn.seconds, rows.seconds)
@@ -119,7 +119,7 @@ def test_slow_links_choose_a_pipeline_of_packs_and_slices() -> None:
     asked = replace(
         asked, model=replace(asked.model, units=units), machine=slow, dealt=tuple(corpus().step(4000, 0)), cuts=True
     )
-    found = DealFound.of(asked, corpus(), tokens=4000, max_document=300)
+    found = DealReport.of(asked, corpus(), tokens=4000, max_document=300)
     best = found.best
     assert best is not None and best.timeline is not None and strategies()[found.chosen or ""].axis
     assert best.bins.positions > 1 and best.seconds < 0.7 * found.strategies["tawpipe-spread"].seconds
@@ -161,10 +161,10 @@ def test_extrapolated_step_of_few_documents_matches_the_whole_simulation(
 
 def test_document_longer_than_any_pack_is_refused_by_the_plan() -> None:
     with pytest.raises(UserError, match=r"300 tokens.*at most 200"):
-        DealFound.of(request(100), Lengths.of([300], "made up"), tokens=600, max_document=300)
+        DealReport.of(request(100), Lengths.of([300], "made up"), tokens=600, max_document=300)
 
 
-def test_dealt_plan_is_shown_as_text_json_and_page(dealt: DealFound, tmp_path: Path) -> None:
+def test_dealt_plan_is_shown_as_text_json_and_page(dealt: DealReport, tmp_path: Path) -> None:
     text, said = "\n".join(lines(dealt)), json.loads(json.dumps(as_json(dealt)))["lengths"]
     assert said["chosen"] in text and f"{said['imbalance']:.3f} of the mean" in text
     assert said["tokens"] == sum(said_tokens for said_tokens in dealt.median.lengths)

@@ -71,16 +71,16 @@ def test_stop_string_ends_the_text_however_pieces_are_cut(seed: int) -> None:
         for piece in (text[at : at + size] for at in range(0, len(text), size)):
             said += checked.add(piece)
             assert until(text, stops)[0].startswith(said)  # nothing is let out that had to stay
-            if checked.found:
+            if checked.hit:
                 break
-        said += "" if checked.found else checked.end()
-        assert (said, checked.found) == until(text, stops), (text, stops, size)
+        said += "" if checked.hit else checked.end()
+        assert (said, checked.hit) == until(text, stops), (text, stops, size)
 
 
 def test_only_beginnings_of_stop_strings_are_held_back() -> None:
     stops = StopStrings(["\n\n"])
     assert [stops.add("a"), stops.add("\n"), stops.add("b\n"), stops.add("\nc")] == ["a", "", "\nb", ""]
-    assert stops.found
+    assert stops.hit
 
 
 def answer_of(tokenizer, text: str, stops: list[str]) -> tuple[str, list[int]]:
@@ -90,7 +90,7 @@ def answer_of(tokenizer, text: str, stops: list[str]) -> tuple[str, list[int]]:
     for token in tokenizer.encode(text, add_special_tokens=False):
         piece, notes = answer.add(token, token)
         said, told = said + piece, told + notes
-        if answer.stops.found:
+        if answer.stops.hit:
             return said, told
     piece, notes = answer.end()
     return said + piece, told + notes

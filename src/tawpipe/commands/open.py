@@ -66,7 +66,7 @@ def find_pages(path: Path, *, skip: Path | None = None) -> list[Page]:
         UserError: there are no pages, or plotly is needed and not installed.
     """
     if path.is_file() and path.suffix == ".html":
-        return [_found(path)]
+        return [_file_page(path)]
     if not path.is_dir():
         raise UserError(SETTING, str(path), EXPECTED if not path.exists() else f"{EXPECTED} (.html)")
     drawn = [*_of_run(path), *_of_others(path)]
@@ -74,7 +74,7 @@ def find_pages(path: Path, *, skip: Path | None = None) -> list[Page]:
         _check_plotly(path)
     taken = {page.name for page in drawn} | {INDEX}
     files = sorted(path.glob("*.html")) if skip is None or path.resolve() != skip.resolve() else []
-    pages = [*drawn, *(_found(file, "written-" if file.name in taken else "") for file in files)]
+    pages = [*drawn, *(_file_page(file, "written-" if file.name in taken else "") for file in files)]
     if not pages:
         names = "metrics.jsonl, plan.yaml, traces, results.json or pages"
         raise UserError(SETTING, str(path), f"{EXPECTED}; this folder has no {names}")
@@ -124,7 +124,7 @@ def _of_others(folder: Path) -> Iterator[Page]:
         yield from getattr(command, "pages", lambda _: ())(folder)
 
 
-def _found(file: Path, before: str = "") -> Page:
+def _file_page(file: Path, before: str = "") -> Page:
     """Return the page of an existing HTML file.
 
     Args:

@@ -356,11 +356,11 @@ class _Corpus:
 
     def say(self, request: PlanRequest, words: PlanWords) -> int:
         """Predict steps on these documents and print the result; return the exit code, 1 if nothing fits."""
-        from tawpipe.plan.answer.dealt import DealFound
+        from tawpipe.plan.answer.dealt import DealReport
         from tawpipe.plan.answer.dealt_words import json_text, lines, write_dealt_page
 
         with _progress_shown():
-            dealt = DealFound.of(request, self.lengths, tokens=self.tokens, max_document=self.most)
+            dealt = DealReport.of(request, self.lengths, tokens=self.tokens, max_document=self.most)
         for line in [json_text(dealt)] if words.json else lines(dealt):
             print(line)
         _write_page(words, lambda path: write_dealt_page(dealt, path))

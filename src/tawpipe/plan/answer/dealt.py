@@ -74,7 +74,7 @@ class DealTried:
 
 
 @dataclass(frozen=True)
-class DealFound:
+class DealReport:
     """Result of planning for documents of uneven lengths.
 
     Args:
@@ -110,7 +110,7 @@ class DealFound:
         *,
         tokens: int,
         max_document: int,
-    ) -> DealFound:
+    ) -> DealReport:
         """Draw some steps of documents, assign them, and simulate one of them under every strategy that fits.
 
         ``STEPS`` steps are drawn; the one with the median imbalance is simulated. Under the fastest strategy, other

@@ -9,7 +9,7 @@ from typing import Any
 
 from tawpipe.console import columns, span
 from tawpipe.dealing.balance import Bins
-from tawpipe.plan.answer.dealt import BALANCED, IN_TURN, ROWS, DealFound, DealTried
+from tawpipe.plan.answer.dealt import BALANCED, IN_TURN, ROWS, DealReport, DealTried
 from tawpipe.plan.search.candidate import GAIN
 from tawpipe.report.bars import predicted_bars
 from tawpipe.report.figures import stacked_bars
@@ -21,7 +21,7 @@ SHOWN_RANKS = 48
 """Most ranks in a figure."""
 
 
-def numbers(dealt: DealFound, deal: DealTried) -> dict[str, Any]:
+def numbers(dealt: DealReport, deal: DealTried) -> dict[str, Any]:
     """Return one assignment of documents as a dict for JSON."""
     floor = min(dealt.median.floor, deal.bins.floor)  # stages of a pipeline share a long document
     return {
@@ -37,7 +37,7 @@ def numbers(dealt: DealFound, deal: DealTried) -> dict[str, Any]:
     }
 
 
-def as_json(dealt: DealFound) -> dict[str, Any]:
+def as_json(dealt: DealReport) -> dict[str, Any]:
     """Return the dict that ``--json`` prints for a plan with lengths."""
     median, best = dealt.median, dealt.best
     content = {
@@ -67,12 +67,12 @@ def as_json(dealt: DealFound) -> dict[str, Any]:
     return {"lengths": content}
 
 
-def json_text(dealt: DealFound) -> str:
+def json_text(dealt: DealReport) -> str:
     """Return the JSON of the plan as text."""
     return json.dumps(as_json(dealt), indent=1, allow_nan=False)
 
 
-def corpus(dealt: DealFound) -> Iterator[str]:
+def corpus(dealt: DealReport) -> Iterator[str]:
     """Yield lines of text on the lengths of the documents, the median step, and the imbalance of all steps."""
     lengths, median = dealt.lengths, dealt.median
     yield f"{lengths.source}, cut at {dealt.max_document:,} tokens:"
@@ -95,7 +95,7 @@ def _rounds(bins: Bins) -> str:
     return bins.in_words + (f", {bins.shape[0]} of them shared" if bins.shape[0] else "")
 
 
-def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
+def cells(dealt: DealReport, deal: DealTried) -> tuple[str, ...]:
     """Return one assignment as cells of a table row, in the order of ``HEAD``."""
     told = numbers(dealt, deal)
     floor = told["imbalance_over_floor"]
@@ -110,7 +110,7 @@ def cells(dealt: DealFound, deal: DealTried) -> tuple[str, ...]:
     )
 
 
-def tables(dealt: DealFound) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+def tables(dealt: DealReport) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
     """Return a table of strategies and a table of assignments under the fastest one, as rows with a head."""
     first = [("strategy", *HEAD, "")]
     first += [(name, *cells(dealt, deal), "chosen" * (name == dealt.chosen)) for name, deal in dealt.strategies.items()]
@@ -124,7 +124,7 @@ def tables(dealt: DealFound) -> tuple[list[tuple[str, ...]], list[tuple[str, ...
     return first, second
 
 
-def lines(dealt: DealFound) -> Iterator[str]:
+def lines(dealt: DealReport) -> Iterator[str]:
     """Yield the plan as lines of text: the documents, the two tables, and the reason for the choice."""
     yield from corpus(dealt)
     first, second = tables(dealt)
@@ -136,7 +136,7 @@ def lines(dealt: DealFound) -> Iterator[str]:
     yield f"\n{reason(dealt)}"
 
 
-def reason(dealt: DealFound) -> str:
+def reason(dealt: DealReport) -> str:
     """Return a sentence with the chosen strategy, its time and gains; or the sentence that nothing fits."""
     best = dealt.best
     if best is None:
@@ -167,7 +167,7 @@ def reason(dealt: DealFound) -> str:
     return ", ".join(words) + (f"; {shared}" if shared else "")
 
 
-def write_dealt_page(dealt: DealFound, path: Path) -> None:
+def write_dealt_page(dealt: DealReport, path: Path) -> None:
     """Write the HTML page of the plan.
 
     Raises:
@@ -179,7 +179,7 @@ def write_dealt_page(dealt: DealFound, path: Path) -> None:
     write_page(path, "Plan", "Documents of uneven lengths", _sections(dealt), subtitle=subtitle)
 
 
-def _sections(dealt: DealFound) -> Iterator[Section]:
+def _sections(dealt: DealReport) -> Iterator[Section]:
     """Yield the sections of the page: the choice, the lengths, the comparison of assignments and the times per rank."""
     strategies, deals = tables(dealt)
     marked = [i for i, row in enumerate(strategies[1:]) if row[0] == dealt.chosen]

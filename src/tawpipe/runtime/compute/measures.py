@@ -96,7 +96,7 @@ class Answer:
     tokens: int
 
     @property
-    def found(self) -> bool:
+    def exact_match(self) -> bool:
         """True if greedy decoding would have written all tokens that count."""
         return self.right == self.tokens
 

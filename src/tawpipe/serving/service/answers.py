@@ -83,13 +83,13 @@ class _Growing:
             self.tokens += 1
             if end != "stop":
                 text, told = self.text.add(drawn.token, (self.text.come, drawn))
-        if end and not self.text.stops.found:
+        if end and not self.text.stops.hit:
             rest, others = self.text.end()
             text, told = text + rest, told + others
             if self.tells_end and drawn is not None and end == "stop":
                 told.append((self.text.come, drawn))
         scored, self.scored = self.scored, None
-        return AnswerPart(self.index, text, told, scored, "stop" if self.text.stops.found else end)
+        return AnswerPart(self.index, text, told, scored, "stop" if self.text.stops.hit else end)
 
 
 class Answering:

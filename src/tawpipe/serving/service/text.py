@@ -163,24 +163,24 @@ class StopStrings:
     first counts. So the emitted text does not depend on how it is divided into pieces.
 
     >>> stops = StopStrings(["END", "."])
-    >>> [stops.add("so E"), stops.add("N"), stops.add("T E"), stops.add("ND?"), stops.found]
+    >>> [stops.add("so E"), stops.add("N"), stops.add("T E"), stops.add("ND?"), stops.hit]
     ['so ', '', 'ENT ', '', True]
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self.found = False
+        self.hit = False
 
     def add(self, text: str) -> str:
-        """Append text; return the text that can be emitted now, which may be ``""``. Call only until ``found`` is set.
+        """Append text; return the text that can be emitted now, which may be ``""``. Call only until ``hit`` is set.
 
-        If a stop string is complete, ``found`` becomes True. Only the text before the stop string is returned, and the
+        If a stop string is complete, ``hit`` becomes True. Only the text before the stop string is returned, and the
         rest is dropped. An end of the text that may begin a stop string is held back."""
         text = self._held + text
         ends = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
+            self.hit, self._held = True, ""
             return text[: min(ends)[1]]
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
@@ -228,7 +228,7 @@ class AnswerText(Generic[T]):
         If a stop string was found, notes of later tokens are dropped.
         """
         text, notes = self._out(self.pieces.end())
-        if self.stops.found:
+        if self.stops.hit:
             return text, notes
         return text + self.stops.end(), notes + [note for _, note in self._notes]
 

@@ -39,7 +39,7 @@ class FactsCell:
     def of(cls, answers: Sequence[Answer]) -> FactsCell:
         """Return the summary of ``answers``."""
         loss = sum(answer.loss for answer in answers) / sum(answer.tokens for answer in answers)
-        return cls(sum(answer.found for answer in answers), len(answers), loss)
+        return cls(sum(answer.exact_match for answer in answers), len(answers), loss)
 
 
 @dataclass(frozen=True)
