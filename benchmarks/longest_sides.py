@@ -96,7 +96,7 @@ class Shape:
             **own(self),
         )
 
-    def made(self) -> Any:
+    def is_derived(self) -> Any:
         """The model with its initial weights, the same in every process."""
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(self.config).train()
@@ -238,7 +238,7 @@ class HuggingFace:
 
     def __init__(self, shape: Shape, saving: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
         self.saving = saving
-        model = shape.made()
+        model = shape.is_derived()
         if self.recompute:
             name = "activation_checkpointing_enable"  # older releases call it gradient_checkpointing_enable
             enable = getattr(model, name, None) or model.gradient_checkpointing_enable
@@ -348,7 +348,7 @@ class Ours:
         if missing := [name for name in settings if name not in known]:
             raise CannotRun(f"this version has no schedule.{missing[0]}")
         self.pipeline = Pipeline(
-            shape.made(),
+            shape.is_derived(),
             optimizer=lambda parameters: torch.optim.AdamW(parameters, **OPTIMIZER),
             schedule=ScheduleSettings(micro_batches_per_visit=1, loss_chunk_tokens=LOSS_TOKENS, **settings),
             dtype=torch.float32,

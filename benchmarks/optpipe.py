@@ -47,8 +47,8 @@ from tawpipe.plan.cost.measure import INSIDE, LATENCY_S, Asked, request_of
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.machine.machine import Device, Machine
 from tawpipe.plan.search.pipelines import pipeline_costs
+from tawpipe.schedule.pipelines.cost_based import SolvedPipeline, held_at_once
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.made import SolvedPipeline, held_at_once
 from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.positions import Positions

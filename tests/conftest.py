@@ -23,7 +23,7 @@ from tawpipe.garbage import leave_imports_alone
 from tawpipe.model.attention import chunked
 from tawpipe.orders import generate as generating
 from tawpipe.plan.cost import memory
-from tawpipe.schedule.pipelines import made
+from tawpipe.schedule.pipelines import cost_based
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.strategies.table import IMPORTS, STRATEGIES
 
@@ -103,8 +103,8 @@ def nothing_brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def quickly_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan's annealing and its solver have a moment, where a user's have some seconds."""
-    monkeypatch.setattr(made, "KEEP_TRIES", 500)
-    monkeypatch.setattr(made, "SOLVE_S", 0.1)
+    monkeypatch.setattr(cost_based, "KEEP_TRIES", 500)
+    monkeypatch.setattr(cost_based, "SOLVE_S", 0.1)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from tawpipe.doors import Door
 from tawpipe.orders import search
-from tawpipe.schedule.pipelines.made import SEARCH
+from tawpipe.schedule.pipelines.cost_based import SEARCH
 
 
 def test_first_call_imports_the_registering_package(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from gpu.common import in_words
 from tawpipe import CheckSettings, Pipeline, TrainingSettings
 from tawpipe.model.batch import MicroBatch
 from tawpipe.prove import exactness
-from tawpipe.prove.models import alone, llama, made, rows, small
+from tawpipe.prove.models import alone, llama, rows, seeded_model, small
 from tawpipe.prove.run import prove
 from tawpipe.runtime.homes.optimizer import adamw
 from tawpipe.runtime.world import World, connect
@@ -78,7 +78,7 @@ def slices(world: World) -> str:
     generator, apart = torch.Generator().manual_seed(3), list[str]()
     ids = [torch.randint(0, 500, (1, length), generator=generator) for length in LENGTHS]
     documents = [MicroBatch.of_documents(row, row, [row.shape[1]]) for row in ids]
-    model: Any = made(small())
+    model: Any = seeded_model(small())
     plain = model.to(world.device, torch.float64)
     tokens = sum(length - 1 for length in LENGTHS)
     for row in ids:
@@ -87,7 +87,7 @@ def slices(world: World) -> str:
     for strategy in ("1f1b", "zero-bubble", "generated"):
         settings = ScheduleSettings(strategy=strategy, loss_chunk_tokens=6)
         pipeline = fp64(
-            world, made(small()), training=TrainingSettings(clip_norm=None, bin_tokens=16), schedule=settings
+            world, seeded_model(small()), training=TrainingSettings(clip_norm=None, bin_tokens=16), schedule=settings
         )
         bins = pipeline.deal(LENGTHS)
         cut = sum(sum(some) for some in bins.slices or ())
@@ -108,7 +108,7 @@ def _relative(one: Tensor, other: Tensor) -> float:
 
 def generate(world: World) -> str:
     """Compare greedy texts from stages in fp64 with those of transformers."""
-    model: Any = made(small())
+    model: Any = seeded_model(small())
     plain = copy.deepcopy(model).to(world.device, torch.float64).eval()
     pipeline = fp64(world, model)
     prompts = [[1, 2, 3], [7] * 11, [5, 4], list(range(100, 130)), [9]]
@@ -131,7 +131,7 @@ def exact(world: World) -> str:
         settings = ScheduleSettings(strategy="tawpipe-step", weights_compression=compression)
         optimizer = adamw(1e-4)
         pipeline = Pipeline(
-            made(small()),
+            seeded_model(small()),
             optimizer=optimizer,
             dtype=torch.bfloat16,
             checks=CheckSettings(check="never"),
@@ -166,7 +166,7 @@ def nf4(world: World) -> str:
         config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         settings = ScheduleSettings(strategy="tawpipe-spread")
         pipeline = Pipeline(
-            peft.get_peft_model(made(small()), config),
+            peft.get_peft_model(seeded_model(small()), config),
             optimizer=adamw(1e-2),
             dtype=torch.bfloat16,
             checks=CheckSettings(check="never"),
@@ -187,7 +187,7 @@ def serve(world: World, hidden: int = 1024) -> str:
     """Compare texts in bf16 with transformers' logits for them in bf16 and in fp32."""
     if world.device.type != "cuda":
         hidden = 128
-    model: Any = made(llama(hidden=hidden, layers=4, heads=8, vocabulary=2000))
+    model: Any = seeded_model(llama(hidden=hidden, layers=4, heads=8, vocabulary=2000))
     with torch.no_grad():  # weights that bf16 has
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())

@@ -17,8 +17,8 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.orders.fitting import heuristics
 from tawpipe.plan.search.pipelines import hops
+from tawpipe.schedule.pipelines.cost_based import CostBasedPipeline
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.made import Made
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
@@ -92,7 +92,7 @@ RIVAL_OF = {"1f1b": "1f1b", "interleaved-1f1b": "interleaved-1f1b", "zero-bubble
 """Strategy with a published order -> the rival with equal stages."""
 SOLVER_S = 30.0
 """Seconds that the solver may use for the row ``solved``."""
-MADE_FOR: dict[str, dict[str, Any]] = {
+ROW_SETTINGS: dict[str, dict[str, Any]] = {
     **{row: {"packing": "balanced"} for row in BALANCED},
     "tawpipe-whole": {"reuse": False},
     "no-grouping": {"reuse": False},
@@ -183,7 +183,7 @@ def settings_of(name: str, knobs: Mapping[str, Any]) -> OurSettings:
         if knob not in KNOBS:
             raise UserError(f"knob of {name}", knob, f"one of {', '.join(KNOBS)}")
     usual = {"micro_batches_per_visit": 1, "look_ahead": 3, "gradient_buffers": 3}
-    wanted = {**usual, **MADE_FOR.get(name, {}), **knobs}
+    wanted = {**usual, **ROW_SETTINGS.get(name, {}), **knobs}
     own_knobs = {knob: wanted.pop(knob) for knob in OWN_KNOBS if knob in wanted}
     if own_knobs.get("bf16"):
         wanted.setdefault("reduce_dtype", "same")
@@ -358,7 +358,7 @@ def search_knobs(
     settings = settings_of(name, knobs)
     if isinstance(workload, LengthsWorkload):
         work = _mean_bin(workload, topology, settings)
-    elif isinstance(workload, TimedWorkload) and isinstance(strategy, Made):
+    elif isinstance(workload, TimedWorkload) and isinstance(strategy, CostBasedPipeline):
         work = computed(name, workload, topology, knobs)
         assert isinstance(work, TimedWorkload)
     else:

@@ -160,7 +160,7 @@ def test_weights_saved_by_autograd_are_found_even_as_a_copy() -> None:
         with hooks, followed:
             out = compute(x)
         assert followed.weights_saved is saved
-        assert followed.made(out) is not (compute(x).equal(x * 3 @ torch.ones(2, 2)) and not saved)
+        assert followed.is_derived(out) is not (compute(x).equal(x * 3 @ torch.ones(2, 2)) and not saved)
 
 
 def test_watched_recorders_and_feeders_set_the_phase_of_the_watch() -> None:

@@ -17,9 +17,9 @@ from tawpipe.orders.arrange import arrange, continuing
 from tawpipe.orders.fitting import heuristics
 from tawpipe.orders.generate import generate
 from tawpipe.schedule.actions import Op
+from tawpipe.schedule.pipelines.cost_based import SolvedPipeline
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import filling, searched
-from tawpipe.schedule.pipelines.made import SolvedPipeline
 from tawpipe.schedule.pipelines.memory import peak as worst_peak
 from tawpipe.schedule.pipelines.orders import interleaved, one_f_one_b
 from tawpipe.schedule.pipelines.periodic import periodic

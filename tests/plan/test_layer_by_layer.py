@@ -16,7 +16,7 @@ from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.plan_file import planned_settings
 from tawpipe.plan.search.search import Candidate, with_settings
 from tawpipe.schedule.actions import Op
-from tawpipe.schedule.pipelines import made
+from tawpipe.schedule.pipelines import cost_based
 from tawpipe.schedule.pipelines.limits import BUDGET
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
@@ -50,8 +50,8 @@ def chosen() -> tuple[PlanRequest, list[dict[str, str]]]:
     request = asked_of(14_000_000)
     step = request.step(ScheduleSettings(strategy="solved"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made, "KEEP_TRIES", 500)
-        patch.setattr(made, "SOLVE_S", 0.1)
+        patch.setattr(cost_based, "KEEP_TRIES", 500)
+        patch.setattr(cost_based, "SOLVE_S", 0.1)
         return request, [*step.strategy.changes(planner_of(request), step, lambda _: True, budget=BUDGET)]
 
 
@@ -79,7 +79,7 @@ def test_plan_records_its_pipeline_order_and_a_missing_solver(chosen, monkeypatc
     step = request.step(replace(DEFAULT, strategy="solved", **options[-1]))
     plain = with_settings(request.step(ScheduleSettings(strategy="solved")))
     for one, solver, note in ((step, True, False), (step, False, True), (plain, True, True)):
-        monkeypatch.setattr(made, "has_solver", lambda solver=solver: solver)
+        monkeypatch.setattr(cost_based, "has_solver", lambda solver=solver: solver)
         plan = Plan.of(request, [Candidate("solved", one, predict(request, one), True)])
         assert ("heuristic order" in "\n".join(plan.table())) is note
         lines = [line for line in plan.left_out() if "OR-tools is not installed (pip install" in line]
@@ -91,7 +91,7 @@ def test_plan_records_its_pipeline_order_and_a_missing_solver(chosen, monkeypatc
 
 @pytest.mark.slow
 def test_solved_plan_without_a_solver_has_a_heuristic_order(monkeypatch):
-    monkeypatch.setattr(made, "has_solver", lambda: False)
+    monkeypatch.setattr(cost_based, "has_solver", lambda: False)
     request = asked_of(14_000_000)
     step = request.step(ScheduleSettings(strategy="solved"))
     *_, mixed = step.strategy.changes(planner_of(request), step, lambda _: True, budget=BUDGET)

@@ -46,7 +46,7 @@ from tawpipe.runtime.memory import Taken, give_back
 from tawpipe.runtime.peak import Peak, peak_of_step, peaks
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.made import Made
+from tawpipe.schedule.pipelines.cost_based import CostBasedPipeline
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sizes.activations import activations_held, peak_activations
 from tawpipe.schedule.sizes.footprint import BlockMemory, costs
@@ -512,7 +512,7 @@ def test_memory_quickly_equals_the_full_count_for_every_strategy(nodes: tuple[in
     link = LinkModel(2e5, 1e-5)
     machine = Machine(nodes, link, link, {0: replace(link, bytes_per_s=5e4)}, device=Device("H100"))
     asked = plan_request(machine, global_batch=rows, memory=10**7)
-    for name in (name for name, strategy in strategies().items() if not isinstance(strategy, Made)):
+    for name in (name for name, strategy in strategies().items() if not isinstance(strategy, CostBasedPipeline)):
         with suppress(UserError):
             step = step_of(asked, name)
             short, _, _ = shortened(asked, step, step.strategy.rounds_held)

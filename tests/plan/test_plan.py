@@ -43,9 +43,9 @@ from tawpipe.plan.search.candidate import Candidate
 from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.plan_file import load_plan, planned_settings, record_of, replay, request_from, settings_of
 from tawpipe.plan.search.search import search
+from tawpipe.schedule.pipelines.cost_based import SEARCH
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, QUICK, searched
-from tawpipe.schedule.pipelines.made import SEARCH
 from tawpipe.schedule.refusal import MemoryOfPosition
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.strategies.build import build
@@ -356,7 +356,7 @@ def test_stages_are_also_searched_with_less_memory_and_the_best_are_kept(shorter
         return layout
 
     search_with(monkeypatch, generate)
-    strategy = pipelines.made_for(asked, strategies()["generated"])
+    strategy = pipelines.fit_to(asked, strategies()["generated"])
     step = asked.step(replace(asked.settings, strategy="generated"), strategy)
     worth = lambda recompute: recompute == "full"  # noqa: E731
     changes = strategy.changes(pipelines.planner_of(asked), step, worth, budget=BUDGET)

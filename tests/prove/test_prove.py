@@ -217,7 +217,7 @@ def test_single_process_frees_no_memory_on_another_lane() -> None:
         pipeline.step(states.BATCHES[0])
         pipeline.drain()
     pipeline.close()
-    assert freed._made and freed.faults == []
+    assert freed._origins and freed.faults == []
 
 
 @pytest.mark.slow

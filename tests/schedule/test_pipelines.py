@@ -17,8 +17,8 @@ from schedules import laid_out, llama, step_for
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.buffers import AWAY, Kind
+from tawpipe.schedule.pipelines.cost_based import SolvedPipeline, ZeroBubble
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.made import SolvedPipeline, ZeroBubble
 from tawpipe.schedule.pipelines.memory import peak
 from tawpipe.schedule.pipelines.positions import AXES, Positions
 from tawpipe.schedule.pipelines.program import PipelineShape, build_pipeline

@@ -13,7 +13,7 @@ from schedule_numbers import WrongNumbers, check_numbers
 from schedules import llama, make, step_for
 from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
 from tawpipe.schedule.buffers import Buffer, Kind
-from tawpipe.schedule.pipelines.made import SolvedPipeline
+from tawpipe.schedule.pipelines.cost_based import SolvedPipeline
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.strategies.build import build

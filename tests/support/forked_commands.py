@@ -148,11 +148,11 @@ def _plan_quickly() -> None:
     """As the fixtures ``few_strategies`` and ``quickly_solved`` do, until the end of the process."""
     from plan_requests import FEW
     from tawpipe.plan.search import search
-    from tawpipe.schedule.pipelines import made
+    from tawpipe.schedule.pipelines import cost_based
 
     few = {name: one for name, one in search.strategies().items() if name in FEW}
     search.strategies = lambda: few
-    made.KEEP_TRIES, made.SOLVE_S = 500, 0.1
+    cost_based.KEEP_TRIES, cost_based.SOLVE_S = 500, 0.1
 
 
 def _imported(modules: Sequence[str], variables: Mapping[str, str]) -> bool:

@@ -57,7 +57,7 @@ class Block:
     number: int
     size: int
     stream: Stream | None
-    made: str
+    is_derived: str
     pinned: bool = False
     uses: dict[Stream, tuple[int, str]] = field(default_factory=dict)
     written: tuple[Stream, int, str] | None = None
@@ -210,7 +210,7 @@ class Ledger:
             if block is not None and block.pinned:
                 begin = int(tensor.storage_offset()) * tensor.itemsize
                 end = begin + int(tensor.numel()) * tensor.itemsize
-                own = block.parts.setdefault((begin, end), Block(block.number, end - begin, None, block.made))
+                own = block.parts.setdefault((begin, end), Block(block.number, end - begin, None, block.is_derived))
                 for (first, last), part in block.parts.items():
                     if part is not own and first < end and begin < last:
                         self._look(part, stream, about, writes=writes_it)
@@ -295,7 +295,7 @@ class Ledger:
             clocks = (self.host, *(one.clock for one in (block.stream, *block.recorded)))
             if stream is not block.stream and max(clock.get(stream.number, 0) for clock in clocks) < at:
                 self.faults.append(
-                    f"what was made by {block.made} on {block.stream} is freed in {self.action}, and nothing says that "
+                    f"what was made by {block.is_derived} on {block.stream} is freed in {self.action}, and nothing says that "
                     f"{by} on {stream} is over"
                 )
         others = [stream for stream in block.recorded if stream is not block.stream]

@@ -207,20 +207,22 @@ def _scaled(
     return after, covered
 
 
-def _check_values(spec: str, text: Any, scaling: str, made: dict[str, Any]) -> None:
+def _check_values(spec: str, text: Any, scaling: str, parameters: dict[str, Any]) -> None:
     """Raise UserError if a scaling lacks a value, or if values contradict each other or the size of heads."""
     for name in _NEEDS.get(scaling, ()):
-        if made.get(name) is None:
+        if parameters.get(name) is None:
             raise UserError(key_of(name), "nothing", f"given, as {scaling} needs it")
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-        least, most = (made.get(name) or {"beta_slow": 1, "beta_fast": 32}.get(name, 0) for name in (low, high))
-        if (low in made or high in made) and not least < most:
+        least, most = (parameters.get(name) or {"beta_slow": 1, "beta_fast": 32}.get(name, 0) for name in (low, high))
+        if (low in parameters or high in parameters) and not least < most:
             raise UserError(key_of(high), most, f"above {option_of(key_of(low))}, which is {least}")
     head = head_size(text)
-    count = int(head * made.get("partial_rotary_factor", 1.0)) // 2
+    count = int(head * parameters.get("partial_rotary_factor", 1.0)) // 2
     for name in ("short_factor", "long_factor"):
-        if name in made and len(made[name]) != count:
-            raise UserError(key_of(name), f"{len(made[name])} numbers", f"{count}, one for each frequency of {spec}")
+        if name in parameters and len(parameters[name]) != count:
+            raise UserError(
+                key_of(name), f"{len(parameters[name])} numbers", f"{count}, one for each frequency of {spec}"
+            )
 
 
 def _original_length(spec: str, text: Any, before: dict[str, Any], rope: RopeSettings, positions: int) -> int:

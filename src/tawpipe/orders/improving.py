@@ -17,8 +17,8 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.watch.recording import Recording
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Op
+from tawpipe.schedule.pipelines.cost_based import SolvedPipeline, held_at_once
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.pipelines.made import SolvedPipeline, held_at_once
 from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import Order

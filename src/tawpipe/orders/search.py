@@ -7,7 +7,7 @@ from tawpipe.orders.generate import generate
 from tawpipe.orders.keeping import choose
 from tawpipe.orders.slicing import listed
 from tawpipe.orders.solver.solve import solve
-from tawpipe.schedule.pipelines.made import SEARCH, OrderSearch
+from tawpipe.schedule.pipelines.cost_based import SEARCH, OrderSearch
 
 SEARCH.register(
     OrderSearch(

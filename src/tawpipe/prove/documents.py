@@ -206,7 +206,7 @@ def of_model(
         divided by a tolerance that follows from the error of transformers' layer in ``dtype``, see ``counted``.
     """
     lengths = sizes.lengths
-    bench = _OwnValues(Chain(_made(config, dtype)), device, dtype)
+    bench = _OwnValues(Chain(_fp32_model(config, dtype)), device, dtype)
     generator = torch.Generator().manual_seed(1)
     hidden, arriving = (
         torch.randn(1, sum(lengths), config.hidden_size, generator=generator).to(device, dtype) for _ in range(2)
@@ -214,7 +214,7 @@ def of_model(
 
     def by_library(kind: torch.dtype) -> list[Gradients]:
         """Return output and gradients of every document, computed by transformers' own layer in the type ``kind``."""
-        model, window = _cast(_made(config, dtype).to(device), kind), getattr(config, "sliding_window", None)
+        model, window = _cast(_fp32_model(config, dtype).to(device), kind), getattr(config, "sliding_window", None)
         parts = zip(hidden.to(kind).split(lengths, 1), arriving.to(kind).split(lengths, 1), strict=True)
         return [_of_document(model, part, gradient, window) for part, gradient in parts]
 
@@ -248,7 +248,7 @@ def counted(error: float, usual: float) -> float:
     return error / max(1.0, allowed) if math.isfinite(error) else math.inf
 
 
-def _made(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def _fp32_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """Build the model in fp32, with random weights that are exactly representable in ``dtype``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

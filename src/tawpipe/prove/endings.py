@@ -11,9 +11,9 @@ from tawpipe.runtime.world import World
 
 SCRIPT = """
 import torch, tawpipe
-from tawpipe.prove.models import made, rows, small
+from tawpipe.prove.models import seeded_model, rows, small
 from tawpipe.runtime.world import connect
-pipeline = tawpipe.Pipeline(made(small()), world=connect(device={device!r}))
+pipeline = tawpipe.Pipeline(seeded_model(small()), world=connect(device={device!r}))
 print(pipeline.step(rows(small(), 2, 16)).loss)
 """
 LIMIT_S = 120

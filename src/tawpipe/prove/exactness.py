@@ -18,7 +18,7 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.pipeline.setup import CheckSettings, TrainingSettings
 from tawpipe.plan.machine.probe import host_link
 from tawpipe.prove.freed import Freed
-from tawpipe.prove.models import dtype_here, made, rows, small
+from tawpipe.prove.models import dtype_here, rows, seeded_model, small
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome, each_way
 from tawpipe.runtime.homes.optimizer import OptimizerFactory, adamw
@@ -158,7 +158,7 @@ def _steps(
         return lambda: generator.uniform(most / 2, most)
 
     pipeline = Pipeline(
-        made(config),
+        seeded_model(config),
         optimizer=optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
         dtype=torch.float64,
         schedule=settings_from({"strategy": name, "host_homes": host_homes}, where="prove"),
@@ -245,7 +245,7 @@ def _step(
     """
     config = small()
     pipeline = Pipeline(
-        made(config),
+        seeded_model(config),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
         dtype=dtype,
         training=TrainingSettings(clip_norm=None),
@@ -264,7 +264,7 @@ def _step(
 def _plain(world: World, count: int) -> Numbers:
     """Compute one step on ``count`` rows by a plain loop on this device, in fp64; return loss and gradients."""
     config = small()
-    model: Any = made(config)
+    model: Any = seeded_model(config)
     model = model.to(world.device, torch.float64)
     batch = rows(config, count, LENGTH)
     tokens = count * (LENGTH - 1)

@@ -42,7 +42,7 @@ class Freed:
         self.faults: list[str] = []
         self._cuda = pipeline.world.device.type == "cuda"
         self._now = threading.local()
-        self._made: dict[Buffer, tuple[str, Any]] = {}
+        self._origins: dict[Buffer, tuple[str, Any]] = {}
         """Buffer -> lane that allocated it, and its stream."""
         self._recorded: dict[int, set[Any]] = {}
         """Address of a tensor's memory -> streams on which it was recorded."""
@@ -88,7 +88,7 @@ class Freed:
 
     def put(self, buffer: Buffer) -> None:
         """Record the lane and the stream of the present action as those that allocated the value in ``buffer``."""
-        self._made[buffer] = self._now.action.lane.value, self._stream
+        self._origins[buffer] = self._now.action.lane.value, self._stream
 
     def drop(self, buffer: Buffer, value: Any) -> None:
         """Record that the present action removes a value; it is checked when the action ends."""
@@ -99,7 +99,7 @@ class Freed:
 
         Memory is not filled if another tensor uses it, or if torch waits for a stream on which it was recorded. Values
         that are not tensors of floats are ignored."""
-        lane, stream = self._made[buffer]
+        lane, stream = self._origins[buffer]
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return
         streams = self._recorded.get(_place(value), set())

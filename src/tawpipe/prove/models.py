@@ -54,7 +54,7 @@ def on_meta(config: LlamaConfig) -> Chain:
     return Chain(model)
 
 
-def made(config: LlamaConfig, *, seed: int = 0) -> LlamaForCausalLM:
+def seeded_model(config: LlamaConfig, *, seed: int = 0) -> LlamaForCausalLM:
     """Build the model with random weights that are equal on every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -134,5 +134,5 @@ def _counting(counted: list[Any], device: torch.device) -> Iterator[None]:
         counted.append(stream(*args, **kwargs) if device.type == "cuda" else LaneStream("copies"))
         return counted[-1]
 
-    with patch.object(torch.cuda, "Stream", made):
+    with patch.object(torch.cuda, "Stream", new_stream):
         yield

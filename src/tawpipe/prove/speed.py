@@ -21,7 +21,7 @@ from tawpipe.plan.cost.measure import Asked, device_name, request_of
 from tawpipe.plan.cost.predict import predict
 from tawpipe.plan.cost.profile import clock_mhz, heat
 from tawpipe.plan.machine.probe import probe
-from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized
+from tawpipe.prove.models import dtype_here, on_meta, rows, seeded_model, sized
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
 from tawpipe.runtime.memory import give_back
@@ -160,7 +160,7 @@ def _steps(
         All steps but the first two; and the clock rate of the device in MHz before the first and after the last step.
     """
     with torch.device("meta"):
-        model: Any = made(config)
+        model: Any = seeded_model(config)
     if world.device.type == "cuda":
         _warm_up(config, world.device, dtype, tokens)
         give_back(world.device)

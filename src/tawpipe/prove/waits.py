@@ -19,7 +19,7 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.pipeline.setup import CheckSettings
 from tawpipe.plan.cost.bench import Bench
 from tawpipe.plan.cost.profile import clock_mhz
-from tawpipe.prove.models import dtype_here, made, on_meta, rows, sized, small, ways
+from tawpipe.prove.models import dtype_here, on_meta, rows, seeded_model, sized, small, ways
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome, each_way
 from tawpipe.prove.speed import LAYER, TOKENS, forward_and_backward, warm_up
@@ -49,7 +49,7 @@ def waits(world: World) -> Outcome:
     def lead(name: str) -> float:
         """Train two steps; return the seconds from the end of issuing the second one until its result was there."""
         with closing(
-            Pipeline(made(small()), schedule=every[name], checks=CheckSettings(check="never"), world=world)
+            Pipeline(seeded_model(small()), schedule=every[name], checks=CheckSettings(check="never"), world=world)
         ) as pipeline:
             with attention_seen(pipeline.executor.on_compute) as ran[name]:
                 pipeline.step(rows(small(), 2 * world.size, LENGTH))

@@ -95,7 +95,7 @@ class Landing:
         for units in fills:
             most |= Counter(map(self._pool, units))
         self._free = {name: [pooled(name, i) for i in range(self._at_once * most[name])] for name in most}
-        self._made: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
     def _pool(self, unit: int) -> str:
         return f"L{self._sizes.index(self._homes[unit].padded)}"
@@ -124,10 +124,10 @@ class Landing:
                     continue
                 yield from self._leave(max(others, key=lambda other: self._uses[other][0]))
             place = self._held[unit] = self._free[pool].pop(0)
-            self._made[pool] = max(self._made.get(pool, 0), place.at[0] + 1)
+            self._counts[pool] = max(self._counts.get(pool, 0), place.at[0] + 1)
             self.pools = tuple(
                 Pool(name, Kind.LANDING, count, self._sizes[int(name[1:])])
-                for name, count in sorted(self._made.items())
+                for name, count in sorted(self._counts.items())
             )
             if unit in self._home:
                 yield Action(Op.ADD, Lane.HOME, (home_gradient(unit),), (place,), unit=unit)

@@ -477,7 +477,7 @@ class Strategy(ABC):
         """
         return 0
 
-    def made_for(self, planner: Planner, *, hopeful: bool, stop: Callable[[], None] = lambda: None) -> Strategy:
+    def fit_to(self, planner: Planner, *, hopeful: bool, stop: Callable[[], None] = lambda: None) -> Strategy:
         """Return the strategy with stages or orders made for the costs of the plan; here the strategy itself.
 
         Args:
@@ -492,7 +492,7 @@ class Strategy(ABC):
         return self
 
     def instead(self, planner: Planner) -> Iterator[Strategy]:
-        """Yield other strategies to evaluate if the one of ``made_for`` does not fit or is slow; here none."""
+        """Yield other strategies to evaluate if the one of ``fit_to`` does not fit or is slow; here none."""
         return iter(())
 
     def visits(self, count: int, topology: Topology, settings: ScheduleSettings) -> Sequence[int]:

@@ -184,7 +184,7 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
     why = [
         f"layer {index} is given a tensor besides the hidden states that is computed from weights of the embedding side"
         for index, call in enumerate(tape.calls)
-        if any(map(followed.made, call.tensors))
+        if any(map(followed.is_derived, call.tensors))
     ]
     positions = _positions(model, watch, counts_by_itself=counted)
     return Discovery(path, layers, returns, width, uses, followed.weights_saved, "".join(why[:1]), positions, mixing)

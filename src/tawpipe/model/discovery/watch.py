@@ -77,7 +77,7 @@ class Watch(WithoutValues):
         return output
 
     def _follow_positions(
-        self, func: Any, args: Any, kwargs: Mapping[str, Any], read: Sequence[Tensor], made: Sequence[Tensor]
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], read: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
         """Record the table that an operation indexes with positions, and which of its results are positions again.
 
@@ -87,12 +87,12 @@ class Watch(WithoutValues):
         Args:
             func, args, kwargs: the operation and its arguments.
             read: tensors among the arguments.
-            made: tensors that the operation returned.
+            results: tensors that the operation returned.
         """
         if any(id(tensor) in self._positions for tensor in read[:1]):  # not the table that they index
             if func is F.embedding:
                 self.tables.append((args[1].shape[0], args[2] if len(args) > 2 else kwargs.get("padding_idx")))
-            self._positions.update({id(tensor): tensor for tensor in made if not tensor.is_floating_point()})
+            self._positions.update({id(tensor): tensor for tensor in results if not tensor.is_floating_point()})
 
 
 class WatchedRecorder(Recorder):
@@ -134,13 +134,13 @@ class FollowedWeights(TorchDispatchMode):
     """Mode that follows parameters through operations, and notes if autograd saves one of them.
 
     A result computed from parameters alone counts as a parameter: a copy in another dtype (a norm in fp32) is the
-    parameter itself if the dtypes are equal. Results computed partly from parameters are known as well; see ``made``.
+    parameter itself if the dtypes are equal. Results computed partly from parameters are known as well; see ``is_derived``.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._weights = {_storage(parameter) for parameter in model.parameters()}
-        self._made = set(self._weights)
+        self._derived = set(self._weights)
         """Storages of parameters, and of results computed at least partly from their values."""
         self._alive: list[Tensor] = []  # otherwise another tensor could get this storage
         self.weights_saved = False
@@ -151,14 +151,14 @@ class FollowedWeights(TorchDispatchMode):
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if read and all(_storage(tensor) in self._weights for tensor in read):
             self._weights.update(map(_storage, results))
-        if any(map(self.made, read)) and not _is_shape_alone(func._schema.name):
-            self._made.update(map(_storage, results))
+        if any(map(self.is_derived, read)) and not _is_shape_alone(func._schema.name):
+            self._derived.update(map(_storage, results))
         self._alive += results
         return output
 
-    def made(self, tensor: Tensor) -> bool:
+    def is_derived(self, tensor: Tensor) -> bool:
         """Return True if the values of ``tensor`` were computed at least partly from parameters."""
-        return _storage(tensor) in self._made
+        return _storage(tensor) in self._derived
 
     def pack(self, saved: Tensor) -> Tensor:
         """Set ``weights_saved`` if autograd saves a parameter, and return ``saved``.

@@ -203,12 +203,12 @@ def other_base_words(adapter: Path, spec: str) -> str:
     """Return a line with both names if an adapter was made on another base than ``spec``, or ``""``.
 
     A base on another machine, or in a cache of the Hub, is recognised by the end of its name."""
-    made_on = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or spec
-    if Path(made_on).expanduser().resolve() == Path(spec).expanduser().resolve():
+    adapter_base = json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or spec
+    if Path(adapter_base).expanduser().resolve() == Path(spec).expanduser().resolve():
         return ""
-    if all(theirs == ours for theirs, ours in zip(_ends(made_on), _ends(spec), strict=False)):
+    if all(theirs == ours for theirs, ours in zip(_ends(adapter_base), _ends(spec), strict=False)):
         return ""
-    return f"{adapter} was made on {made_on}; this run's base is {spec}"
+    return f"{adapter} was made on {adapter_base}; this run's base is {spec}"
 
 
 def _ends(name: str) -> list[str]:

@@ -66,23 +66,23 @@ def planner_of(request: PlanRequest) -> Planner:
     )
 
 
-def made_for(
+def fit_to(
     request: PlanRequest, way: Strategy, *, hopeful: bool = True, stop: Callable[[], None] = lambda: None
 ) -> Strategy:
-    """Return the strategy with stages or orders made for this request (``Strategy.made_for``).
+    """Return the strategy with stages or orders made for this request (``Strategy.fit_to``).
 
     An error about the memory of a position is replaced by one about the memory of a device.
 
     Args:
         request: the request.
         way: the strategy for which stages and orders are made.
-        hopeful, stop: see ``Strategy.made_for``.
+        hopeful, stop: see ``Strategy.fit_to``.
 
     Raises:
         UserError: the strategy cannot run, or a device's memory is too small for any order.
     """
     try:
-        return way.made_for(planner_of(request), hopeful=hopeful, stop=stop)
+        return way.fit_to(planner_of(request), hopeful=hopeful, stop=stop)
     except UserError as error:
         if not isinstance(error.need, MemoryOfPosition):
             raise

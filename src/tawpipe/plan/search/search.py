@@ -243,7 +243,7 @@ def _look(request: PlanRequest, trial: Trial, most: float, outlook: Outlook) -> 
             why = outlook.why_not(effort, hopeful=outlook.hopeful or trial.may_overtake)
         if why:
             return [replace(refused, why_not=why)]
-        fitted = pipelines.made_for(request, way, hopeful=outlook.hopeful, stop=stop)
+        fitted = pipelines.fit_to(request, way, hopeful=outlook.hopeful, stop=stop)
         first = _best_laid_out(request, fitted, most)
     except UserError as error:
         first = replace(refused, why_not=in_plain_words(error))

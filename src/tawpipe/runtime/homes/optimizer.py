@@ -272,9 +272,9 @@ def _elements_kept(optimizers: Sequence[Optimizer], small: HomePiece) -> int:
     return kept * number
 
 
-def state_of(made: Sequence[Optimizer], value: Tensor) -> Mapping[str, Any]:
-    """Return the state that one of the optimizers ``made`` keeps for a parameter, or an empty mapping."""
-    return next((optimizer.state[value] for optimizer in made if value in optimizer.state), {})
+def state_of(optimizers: Sequence[Optimizer], value: Tensor) -> Mapping[str, Any]:
+    """Return the state that one of the optimizers ``optimizers`` keeps for a parameter, or an empty mapping."""
+    return next((optimizer.state[value] for optimizer in optimizers if value in optimizer.state), {})
 
 
 def check_elementwise(

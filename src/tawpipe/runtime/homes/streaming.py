@@ -232,7 +232,7 @@ class Streaming:
 
         # New states are copied back on a stream other than the one that allocated them, so they are kept until the copy
         # is over.
-        states_made: list[Any] = []
+        new_states: list[Any] = []
 
         def bring(load: Load, room: PassingRoom) -> None:
             """Copy weights, gradient and states of a load to the device."""
@@ -266,7 +266,7 @@ class Streaming:
                 self._square(unit, load, room)
             states = optimizers.step_on(step, values, updates)
             stand_ins = (value.detach() for _, value, _ in values)
-            states_made[:] = [*states_made[-1:], list(zip(stand_ins, states, strict=True))]
+            new_states[:] = [*new_states[-1:], list(zip(stand_ins, states, strict=True))]
             for part in load:
                 if goes_down:
                     room.of(COPY, part, copies.dtype).copy_(room.of(WEIGHT, part, dtype))
@@ -275,7 +275,7 @@ class Streaming:
 
         def take(load: Load, room: PassingRoom) -> None:
             """Copy weights and states of a load back to CPU memory, and the compute copy if it is there."""
-            for part, (stand_in, state) in zip(load, states_made[-1], strict=True):
+            for part, (stand_in, state) in zip(load, new_states[-1], strict=True):
                 piece = pieces[part.place]
                 part.of(piece.value.detach()).copy_(room.of(WEIGHT, part, dtype), non_blocking=True)
                 if goes_down:

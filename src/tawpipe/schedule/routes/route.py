@@ -37,7 +37,7 @@ class Pools:
         self._counts = [Counter(self._class[unit] for unit in units) for units in visited]
         """For every visit, number of its units of each size class."""
         self._most: dict[tuple[int, int], int] = {}
-        self._made: dict[str, tuple[int, int]] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
         """Pool -> (elements of a buffer, limit of the number of buffers)."""
         self._next: dict[str, int] = {}
         self._planned: dict[str, dict[int, int]] = {}
@@ -78,7 +78,7 @@ class Pools:
         """
         pool = f"{purpose}{self._class[unit]}"
         number = self._next.get(pool, 0)
-        self._made[pool], self._next[pool] = (elements, limit), number + 1
+        self._sizes[pool], self._next[pool] = (elements, limit), number + 1
         return pooled(pool, number % limit)
 
     def at(self, purpose: str, unit: int, number: int, *, elements: int) -> Buffer:
@@ -93,20 +93,20 @@ class Pools:
         pool = f"{purpose}{self._class[unit]}"
         numbers = self._planned.setdefault(pool, {})
         place = numbers.setdefault(number, len(numbers))
-        self._made[pool], self._next[pool] = (elements, len(numbers)), len(numbers)
+        self._sizes[pool], self._next[pool] = (elements, len(numbers)), len(numbers)
         return pooled(pool, place)
 
     def copy(self, unit: int, *, elements: int) -> Buffer:
         """Return the buffer that keeps the weights of ``unit`` from step to step; it has a pool of its own."""
         buffer = weight_copy(unit)
-        self._made[buffer.pool], self._next[buffer.pool] = (elements, 1), 1
+        self._sizes[buffer.pool], self._next[buffer.pool] = (elements, 1), 1
         return buffer
 
     def pools(self) -> tuple[Pool, ...]:
         """Return all pools with the number of different buffers that were handed out so far."""
         return tuple(
             Pool(name, pool_kind(name), min(limit, self._next[name]), elements)
-            for name, (elements, limit) in sorted(self._made.items())
+            for name, (elements, limit) in sorted(self._sizes.items())
         )
 
 

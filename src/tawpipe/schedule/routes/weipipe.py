@@ -60,7 +60,7 @@ class _RingProgram:
                 self._stays.setdefault(turn, []).append(journey)
         self._arrived: dict[tuple[int, Stream, int], Buffer] = {}
         """(Turn, stream, unit) -> buffer that holds it in that turn. Missing at the start of a journey."""
-        self._made: dict[int, Buffer] = {}
+        self._gradients: dict[int, Buffer] = {}
         """Unit -> buffer with the gradient that this rank computes in the present turn."""
         self._started: set[int] = set()
 
@@ -71,7 +71,7 @@ class _RingProgram:
             while exchanged < min(turn + self.settings.look_ahead, turns):
                 yield from self._exchange_weights(exchanged)
                 exchanged += 1
-            self._made.clear()
+            self._gradients.clear()
             if work := self.ring.backward_at(self.position, turn):
                 yield from self._backward(turn, *work)
             yield from self._pass_gradients_on(turn)
@@ -93,10 +93,10 @@ class _RingProgram:
             weights = [self._weights(turn, Stream.BACKWARD, unit) for unit in self.ring.backward_weights(block)]
             gradients = {}
             for unit in self.model.trainable_units(block):
-                accumulate = unit in self._made
+                accumulate = unit in self._gradients
                 if not accumulate:
-                    self._made[unit] = self._gradient_buffer("G", unit, self.settings.gradient_buffers)
-                gradients[unit] = (self._made[unit], accumulate)
+                    self._gradients[unit] = self._gradient_buffer("G", unit, self.settings.gradient_buffers)
+                gradients[unit] = (self._gradients[unit], accumulate)
             yield from backward(self.ring.step, block, self.ring.micro_batches(number), weights, gradients)
 
     # transfers
@@ -129,7 +129,7 @@ class _RingProgram:
         transfers = []
         for journey in self._here(turn, Stream.GRADIENT):
             unit = journey.unit
-            arrived, computed = self._arrived.pop((turn, Stream.GRADIENT, unit), None), self._made.get(unit)
+            arrived, computed = self._arrived.pop((turn, Stream.GRADIENT, unit), None), self._gradients.get(unit)
             gradients = tuple(buffer for buffer in (arrived, computed) if buffer)
             if turn == journey.arrival:
                 home = home_gradient(unit)

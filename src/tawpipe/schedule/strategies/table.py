@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.made import Generated, SolvedPipeline, ZeroBubble
+from tawpipe.schedule.pipelines.cost_based import Generated, SolvedPipeline, ZeroBubble
 from tawpipe.schedule.pipelines.strategy import Interleaved, OneForwardOneBackward
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, Strategy

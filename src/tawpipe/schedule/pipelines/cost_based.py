@@ -142,7 +142,7 @@ def activation_sizes(step: StepSpec, costs: PipelineCosts) -> dict[Kind, Any]:
     return kept | {Kind.INPUT_GRADIENT: boundary, Kind.LINEAR: waiting}
 
 
-class Made(ActivationPipeline):
+class CostBasedPipeline(ActivationPipeline):
     """Base class of pipelines whose order is the shortest that ``arrange`` tries."""
 
     splits = True
@@ -185,9 +185,7 @@ class Made(ActivationPipeline):
     def effort(self, model: ModelSpec, topology: Topology, count: int) -> int:
         return self.playing(model, topology, count)
 
-    def made_for(
-        self, planner: Planner, *, hopeful: bool, stop: Callable[[], None] = lambda: None
-    ) -> ActivationPipeline:
+    def fit_to(self, planner: Planner, *, hopeful: bool, stop: Callable[[], None] = lambda: None) -> ActivationPipeline:
         return self if self.block_times else self.fitted(planner, budget=QUICK if hopeful else 0, stop=stop)
 
     def fitted(
@@ -208,7 +206,7 @@ class Made(ActivationPipeline):
             recompute: value of the setting ``recompute``.
             budget: number of work items that a search for stages may try, see ``changes``.
             memory: most memory of a position, in boundary activations.
-            stop: function called before each further attempt, see ``made_for``.
+            stop: function called before each further attempt, see ``fit_to``.
         """
         positions = self.positions(planner.topology)
         costs = self.limited_to(memory, planner.costs_of(positions, recompute))
@@ -271,7 +269,7 @@ def _listed(layout: Layout, costs: PipelineCosts, *given: Any) -> Order:
     return SEARCH().listed(layout, costs, *given)
 
 
-class ZeroBubble(Made):
+class ZeroBubble(CostBasedPipeline):
     """Zero bubble on a V, or a shorter order for the given costs that needs no more memory."""
 
     name = "zero-bubble"
@@ -294,7 +292,7 @@ class ZeroBubble(Made):
         return replace(costs, memory=min(costs.memory, most))
 
 
-class Generated(Made):
+class Generated(CostBasedPipeline):
     """Pipeline whose stages, positions of stages, and order are searched together for the costs of the layers."""
 
     name = "generated"
@@ -327,7 +325,7 @@ class Generated(Made):
     def changes(
         self, planner: Planner, step: StepSpec, worth: Callable[[str], bool], *, budget: int
     ) -> Iterator[dict[str, Any]]:
-        """Yield dicts of settings: two from a longer search for stages, then that of ``Made.changes``.
+        """Yield dicts of settings: two from a longer search for stages, then that of ``CostBasedPipeline.changes``.
 
         The second of the two has stages for less memory (``LESS``). See ``Strategy.changes`` for the arguments."""
         if budget > QUICK and worth("full"):
@@ -374,7 +372,7 @@ def _less(planner: Planner, pipeline: ActivationPipeline) -> float:
     return math.floor(whole - (1 - LESS) * kept)
 
 
-class SolvedPipeline(Made):
+class SolvedPipeline(CostBasedPipeline):
     """1F1B or zero bubble within a limit of memory, with offloading; a solver may improve the order."""
 
     name = "solved"
@@ -414,7 +412,7 @@ class SolvedPipeline(Made):
     def changes(
         self, planner: Planner, step: StepSpec, worth: Callable[[str], bool], *, budget: int
     ) -> Iterator[dict[str, Any]]:
-        """Yield dicts of settings: that of ``Made.changes``, then one in which layers differ in what they keep.
+        """Yield dicts of settings: that of ``CostBasedPipeline.changes``, then one in which layers differ in what they keep.
 
         The second one is only made with a memory limit and if ``worth("none")`` is True. See ``Strategy.changes``."""
         yield from super().changes(planner, step, worth, budget=budget)
