@@ -109,9 +109,9 @@ def workload_costs(workload: TimedWorkload, *, between: LinkModel, inside: LinkM
     )
     host = LinkModel(workload.activation_bytes / workload.host_s if workload.host_s else math.inf)
     homes = LinkModel(workload.homes_bytes_per_s or math.inf, shared=False)
-    given = {"key_elements": workload.keys_bytes // 4, "boundary_bytes": workload.activation_bytes}
-    given |= {"host": host, "homes": homes}
-    return CostModel(blocks, between, inside, **{**given, **settings})
+    defaults = {"key_elements": workload.keys_bytes // 4, "boundary_bytes": workload.activation_bytes}
+    defaults |= {"host": host, "homes": homes}
+    return CostModel(blocks, between, inside, **{**defaults, **settings})
 
 
 def activation_sizes(workload: TimedWorkload) -> dict[Kind, int]:

@@ -371,11 +371,11 @@ def bounds_of(cell: Cell, entry: Entry, between: LinkModel) -> Bounds | LinkBoun
         workload = ours.computed(entry.strategy, cell.workload, topology, entry.all_knobs)
         assert isinstance(workload, TimedWorkload)
         settings = ours.settings_of(entry.strategy, entry.all_knobs)
-        given: dict[str, Any] = dict.fromkeys(("weight_bytes", "gradient_bytes"), settings.element_bytes)
+        arguments: dict[str, Any] = dict.fromkeys(("weight_bytes", "gradient_bytes"), settings.element_bytes)
         if settings.changes:
-            given["change_bytes"] = change_width(float(Path(settings.changes).stem))
-        given["compute_factor"] = {rank: 1 / speed for rank, speed in enumerate(cell.device_speeds)}
-        costs = workload_costs(workload, between=between, inside=ours.INSIDE, reduce_scatter="ring", **given)
+            arguments["change_bytes"] = change_width(float(Path(settings.changes).stem))
+        arguments["compute_factor"] = {rank: 1 / speed for rank, speed in enumerate(cell.device_speeds)}
+        costs = workload_costs(workload, between=between, inside=ours.INSIDE, reduce_scatter="ring", **arguments)
         of_documents = workload if isinstance(workload, DealtWorkload) else None
         return schedule_bounds(schedule, costs, physical=topology, dealt=of_documents, steady=cell.steps_in_a_row > 1)
     whole = cell.workload

@@ -210,8 +210,8 @@ def _bins(workload: LengthsWorkload, packing: str, topology: Topology, ranks: in
     lengths, work, cap = workload.lengths, workload.work, workload.bin_tokens
     if packing in ("balanced", "tokens"):
         by = work if packing == "balanced" else LayerTime((replace(work.kinds[0], per_pair=0.0),))
-        given = {"world_size": topology.world_size, "cap": cap, "work": by, "ranks": ranks, "speeds": speeds}
-        return replace(deal(lengths, **given), work=work)
+        arguments = {"world_size": topology.world_size, "cap": cap, "work": by, "ranks": ranks, "speeds": speeds}
+        return replace(deal(lengths, **arguments), work=work)
     if packing == "rows":
         lengths, bins = _cut(lengths, workload.max_document)
     else:

@@ -296,8 +296,8 @@ def _balanced(name: str, work: Known, topology: Topology, settings: OurSettings)
         UserError: the balance is unknown, or this row and workload have none.
     """
     strategy, balance = find(settings.schedule.strategy), settings.balance or "layers"
-    given = ":" in (settings.schedule.stages or "")
-    if strategy.name not in RIVAL_OF or given or not isinstance(work, TimedWorkload):
+    has_stages = ":" in (settings.schedule.stages or "")
+    if strategy.name not in RIVAL_OF or has_stages or not isinstance(work, TimedWorkload):
         expected = f"none: of ours {', '.join(row for row, strategy in rows().items() if strategy in RIVAL_OF)} have it"
         raise UserError(f"balance of {name}", balance, f"{expected}, on a timed workload, where no stages are given")
     assert isinstance(strategy, ActivationPipeline)
@@ -428,7 +428,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
         chosen = replace(chosen, stages=_balanced(name, work, topology, settings))
     if order := all_knobs.get("order"):
         assert isinstance(strategy, ActivationPipeline)
-        strategy = replace(strategy, given=order)
+        strategy = replace(strategy, pipeline_order=order)
     if isinstance(work, DealtWorkload):
         step = step_of_bins(model, topology, chosen, work.bins.form, strategy=strategy)
     else:

@@ -143,7 +143,7 @@ class OurContender(Contender):
         mine = self.schedule.step.micro_batches[rank]
         batches = {m: MicroBatch(token, token, token, (1,)) for m in mine}
         counted = self.schedule.step.losses_of(rank)
-        self._given = StepInput(batches, scale=1.0, seed=None, step=0, counted=counted)
+        self._step_input = StepInput(batches, scale=1.0, seed=None, step=0, counted=counted)
 
     def step(self) -> None:
         self.begin_step()
@@ -151,12 +151,12 @@ class OurContender(Contender):
 
     def begin_step(self) -> None:
         """Start one step without waiting for it. Actions may be in flight on return, so another step must follow."""
-        self._executor.play(self.schedule, self._given, self._rule)
+        self._executor.play(self.schedule, self._step_input, self._rule)
 
     def record(self) -> Recording:
         """Run one more step, wait for its end, and return the recording of its actions with their times."""
         recording = Recording(torch.device("cpu"), 0)
-        self._executor.play(self.schedule, self._given, self._rule, recording=recording)
+        self._executor.play(self.schedule, self._step_input, self._rule, recording=recording)
         self._executor.drain()
         return recording
 

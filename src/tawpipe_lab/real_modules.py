@@ -113,10 +113,10 @@ class RealTask:
         return total / self.workload.tokens
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        given = list(parameters)
+        tensors = list(parameters)
         groups = [
-            {"params": [p for p in given if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in given if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in tensors if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in tensors if p.ndim < 2], "weight_decay": 0.0},
         ]
         kept = [group for group in groups if group["params"]]
         return torch.optim.AdamW(kept, lr=self.workload.learning_rate, fused=True, **ADAMW)

@@ -202,12 +202,12 @@ class _SleepingPasses:
         """Sleep for one block of a pass, and store the header for the next block; the first block writes the header.
 
         The first block also notes the time, and marks the step as ended after its last decode step."""
-        work, group, block, given = self._workload, action.micro_batch, action.block, frame.given
+        work, group, block, inputs = self._workload, action.micro_batch, action.block, frame.inputs
         if block == 0:
             self.began.append(time.perf_counter())
-            last = given.number >= work.laps + work.chunks
-            chunk = work.laps <= given.number < work.laps + work.chunks
-            header, given.last = bytes((last, chunk)), given.last or last
+            last = inputs.number >= work.laps + work.chunks
+            chunk = work.laps <= inputs.number < work.laps + work.chunks
+            header, inputs.last = bytes((last, chunk)), inputs.last or last
         else:
             header = self._held[block_input(group, block)]
         if block <= work.layers and not header[0]:
@@ -218,8 +218,8 @@ class _SleepingPasses:
             self.back.append(time.perf_counter())
 
     def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
-        """Set ``frame.given.last`` to True if the header of a received pass says that it is the last."""
-        frame.given.last |= bool(self._held[action.reads[0]][0])
+        """Set ``frame.inputs.last`` to True if the header of a received pass says that it is the last."""
+        frame.inputs.last |= bool(self._held[action.reads[0]][0])
 
     def travel(self, action: Action, frame: Frame[LapInput]) -> None:
         """Run an EXCHANGE: send messages of full size, and store the headers of the received ones.

@@ -216,12 +216,12 @@ def read_suite(values: Any) -> Suite:
     Raises:
         UserError: a key is unknown or missing, or a value is not valid.
     """
-    given = _known(Suite, values, "a suite")
+    content = _known(Suite, values, "a suite")
     for name in ("cells", "strategies"):
-        if not isinstance(given.get(name), list):
-            raise UserError("--suite", {name: given.get(name)}, f"a list of {name}")
+        if not isinstance(content.get(name), list):
+            raise UserError("--suite", {name: content.get(name)}, f"a list of {name}")
     cells = []
-    for cell_values in given.get("cells", ()):
+    for cell_values in content.get("cells", ()):
         cell = _known(Cell, cell_values, "a cell")
         workload = _read_workload(cell.get("workload"), f"the workload of cell {cell.get('name')}")
         if (slow := cell.get("slow")) is not None:
@@ -231,10 +231,10 @@ def read_suite(values: Any) -> Suite:
         entries = tuple(_make(Entry, entry, "a strategy") for entry in cell.get("strategies", ()))
         read = {**cell, "workload": workload, "slow": slow, "strategies": entries}
         cells.append(_make(Cell, read, f"cell {cell.get('name')}"))
-    entries = tuple(_make(Entry, entry, "a strategy") for entry in given.get("strategies", ()))
+    entries = tuple(_make(Entry, entry, "a strategy") for entry in content.get("strategies", ()))
     if not cells or not all(entries or cell.strategies for cell in cells):
-        raise UserError("--suite", given.get("name"), "a suite with cells and strategies")
-    return _make(Suite, {**given, "cells": tuple(cells), "strategies": entries}, "the suite")
+        raise UserError("--suite", content.get("name"), "a suite with cells and strategies")
+    return _make(Suite, {**content, "cells": tuple(cells), "strategies": entries}, "the suite")
 
 
 def _read_workload(values: Any, what: str) -> Workload:
@@ -247,13 +247,13 @@ def _read_workload(values: Any, what: str) -> Workload:
     Raises:
         UserError: there is no such kind, or the settings are not valid.
     """
-    given = dict(values) if isinstance(values, dict) else values
-    kind = given.pop("kind", "timed") if isinstance(given, dict) else "timed"
+    content = dict(values) if isinstance(values, dict) else values
+    kind = content.pop("kind", "timed") if isinstance(content, dict) else "timed"
     if not isinstance(kind, str) or kind not in KINDS:
         raise UserError("--suite", {"kind": kind}, f"{what} is of one of the kinds {', '.join(KINDS)}")
-    if kind == "timed" and isinstance(given, dict) and "mix" in given:
-        given |= _mixed(given.pop("mix"), given.get("layers"), what)
-    return _make(KINDS[kind], given, what)
+    if kind == "timed" and isinstance(content, dict) and "mix" in content:
+        content |= _mixed(content.pop("mix"), content.get("layers"), what)
+    return _make(KINDS[kind], content, what)
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,8 @@ def _workload(row: dict[str, Any]) -> str:
     """Return text with the settings of a row's workload that are not at their defaults."""
     workload = {name: value for name, value in row["cell"]["workload"].items() if not isinstance(value, dict)}
     usual = {item.name: item.default for item in fields(KINDS[_kind(row)])} | {"kind": _kind(row)}
-    given = [(name, value) for name, value in workload.items() if value != usual.get(name)]
-    words = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in given]
+    settings = [(name, value) for name, value in workload.items() if value != usual.get(name)]
+    words = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in settings]
     floor = f" No dealing is faster than {row['floor_s']:.2f} s." if "floor_s" in row else ""
     return f"Workload ({_kind(row)}): {', '.join(words)}.{floor}"
 

@@ -473,8 +473,10 @@ def merge_knobs(knobs: Mapping[str, Any], searched: Mapping[str, Any]) -> dict[s
         knobs: given knobs.
         searched: knobs from a search.
     """
-    given = {name: value for name, value in knobs.items() if name != "stages" or name not in searched or ":" in value}
-    return {**searched, **given}
+    user_knobs = {
+        name: value for name, value in knobs.items() if name != "stages" or name not in searched or ":" in value
+    }
+    return {**searched, **user_knobs}
 
 
 def spell_out(workload: Workload) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def held(layout: Layout, times: dict[Work, tuple[float, float]], costs: Pipeline
     for place in range(layout.size):
         own = [work for work in times if layout.places[work.stage] == place]
         events = [(times[work][0], 1, table.taken[work.kind, work.stage]) for work in own]
-        events += [(times[work][1], 0, -table.given[work.kind, work.stage]) for work in own]
+        events += [(times[work][1], 0, -table.frees[work.kind, work.stage]) for work in own]
         level = table.resident[place]
         for _, _, change in sorted(events):
             level += change

@@ -50,8 +50,8 @@ class CountedPasses:
         group, block = action.micro_batch, action.block
         if block == 0:
             self.drawn += self.held.pop(ids(group), [])[:1]
-            number = frame.given.number * self.groups + group
-            frame.given.last |= number >= self.last
+            number = frame.inputs.number * self.groups + group
+            frame.inputs.last |= number >= self.last
             carried = [number, int(number >= self.last), *[7] * random.randrange(ROOM - 2)]
         else:
             carried = self.held.pop(block_input(group, block))
@@ -62,7 +62,7 @@ class CountedPasses:
         self.held[ids(group) if block == self.head else block_input(group, block + 1)] = carried
 
     def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
-        frame.given.last |= bool(self.held[action.reads[0]][1])
+        frame.inputs.last |= bool(self.held[action.reads[0]][1])
 
     def travel(self, action: Action, frame: Frame[LapInput]) -> None:
         sent = {t.buffer: torch.tensor(self.held.pop(t.buffer)) for t in action.transfers if t.send}

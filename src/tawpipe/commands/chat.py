@@ -160,12 +160,12 @@ class Conversation:
             print(f"the chat has {len(ids)} tokens, the limit of the model: {NEW} starts a new one")
             return ""
         streamer: Any = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        given = torch.tensor([ids], device=self._model.device)
+        inputs = torch.tensor([ids], device=self._model.device)
         try:
             with torch.inference_mode():
                 generated = self._model.generate(
-                    given,
-                    attention_mask=torch.ones_like(given),
+                    inputs,
+                    attention_mask=torch.ones_like(inputs),
                     streamer=streamer,
                     max_new_tokens=room,
                     eos_token_id=self._stops or None,
@@ -193,10 +193,10 @@ class Conversation:
             raise UserError(SETTING, self._tokenizer.name_or_path, expected) from error
 
 
-def _questions(given: Sequence[str]) -> Iterator[str]:
+def _questions(questions: Sequence[str]) -> Iterator[str]:
     """Yield the questions of the command line; without any, read lines from standard input until it ends."""
-    if given:
-        yield from given
+    if questions:
+        yield from questions
         return
     typed = sys.stdin.isatty()
     while True:

@@ -188,7 +188,7 @@ def _vocabulary(words: PlanWords) -> int | None:
 
     if words.config.tokenizer:
         return vocabulary_size(load_tokenizer(words.config.tokenizer))
-    return words.config.vocab_size if words.files else words.given("vocab_size")
+    return words.config.vocab_size if words.files else words.user_value("vocab_size")
 
 
 def _machine(words: PlanWords, here: Any, measured: Machine | None) -> Machine:
@@ -269,7 +269,7 @@ def _write_page(words: PlanWords, write: Callable[[Path], object]) -> None:
 
 def _longest(request: PlanRequest, words: PlanWords) -> int:
     """Answer ``--longest``: find the longest row and print it; return the exit code, 1 if no row fits."""
-    from tawpipe.plan.answer.longest import GIVEN, POSITIONS, Longest, limit_of
+    from tawpipe.plan.answer.longest import ASSUMPTIONS, POSITIONS, Longest, limit_of
     from tawpipe.plan.answer.page import write_longest_page
     from tawpipe.plan.cost.request import MOST_TOKENS
 
@@ -279,7 +279,7 @@ def _longest(request: PlanRequest, words: PlanWords) -> int:
     if words.json:
         print(longest.json_text())
     else:
-        print(GIVEN)
+        print(ASSUMPTIONS)
         for line in longest.table():
             print(line)
         print(f"\n{longest.reason}")
@@ -336,12 +336,12 @@ class _Corpus:
 
         assert words.lengths is not None
         lengths = Lengths.of(*_tokenised(words)) if words.lengths == CORPUS else lengths_of(words.lengths)
-        most, step = words.given("max_document") or words.row, words.given("tokens_per_step")
+        most, step = words.user_value("max_document") or words.row, words.user_value("tokens_per_step")
         if most is None and words.lengths.startswith(LOGNORMAL):
             raise UserError("--max-document", "nothing", f"the longest document in tokens: {LOGNORMAL} has no limit")
         most = min(most or lengths.longest, lengths.longest)
         lengths = lengths.cut(most)
-        if step is None and (rows := words.given("global_batch")) is not None:
+        if step is None and (rows := words.user_value("global_batch")) is not None:
             step = rows * (words.row or most)
         if step is None or step < most:
             value = "nothing" if step is None else step

@@ -55,7 +55,7 @@ def request_for(words: PlanWords, machine: Machine, *, here: Any, dtype: Any) ->
     assert words.users is not None and words.context is not None
     built = build_model(
         config.model,
-        vocab_size=words.given("vocab_size") if config.model in PRESETS else None,
+        vocab_size=words.user_value("vocab_size") if config.model in PRESETS else None,
         max_positions=words.context,
         longest=words.context,
         rope=config.rope,

@@ -124,7 +124,7 @@ class PlanWords:
     save: str | None
     """File for the chosen plan, for `tawpipe train --plan FILE`."""
 
-    def given(self, name: str) -> Any:
+    def user_value(self, name: str) -> Any:
         """Return the value of a top-level setting; None if it is not set, or left open."""
         value = getattr(self.config, name)
         return value if (name,) in self.user_values and not isinstance(value, Open) else None
@@ -140,7 +140,7 @@ class PlanWords:
 
         With ``--longest`` only the command line can set it, as a limit on the length.
         """
-        return self.given("sequence_length") if not self.longest or "sequence_length" in self.words else None
+        return self.user_value("sequence_length") if not self.longest or "sequence_length" in self.words else None
 
     @property
     def batch(self) -> int | None:
@@ -148,7 +148,7 @@ class PlanWords:
 
         With ``--longest`` only the command line can set it; every device gets one row otherwise.
         """
-        return self.given("global_batch") if not self.longest or "global_batch" in self.words else None
+        return self.user_value("global_batch") if not self.longest or "global_batch" in self.words else None
 
     def located(self, error: UserError) -> UserError:
         """Return ``error`` with the file and line of its setting added, if a file sets it; else unchanged."""
@@ -169,8 +169,8 @@ class PlanWords:
                         f"--{name}", "nothing", ("a number of users served at once, and of tokens per user")
                     )
         else:
-            given = ("users", "context", "weights")
-            conflicts += [(f"--{name}", getattr(self, name), "unset without --serve") for name in given]
+            serve_options = ("users", "context", "weights")
+            conflicts += [(f"--{name}", getattr(self, name), "unset without --serve") for name in serve_options]
         if self.longest:
             conflicts += [
                 ("--lengths", self.lengths, "unset with --longest: one document fills the row"),
@@ -186,7 +186,7 @@ class PlanWords:
             ]
         else:
             balanced = config.packing if config.packing == "balanced" else None
-            bins = [(f"--{name.replace('_', '-')}", self.given(name)) for name in BINS]
+            bins = [(f"--{name.replace('_', '-')}", self.user_value(name)) for name in BINS]
             conflicts += [(name, value, "unset without --lengths of a corpus") for name, value in bins]
             conflicts += [("--packing", balanced, "another packing, or --lengths of a corpus")]
         for name in chosen_by_hand(config.schedule):
@@ -239,7 +239,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
     needed |= dict.fromkeys(
         ("--sequence-length", "--global-batch"), not (asked.longest or asked.serve or asked.of_corpus)
     )
-    missing = [name for name, needs in needed.items() if needs and asked.given(name[2:].replace("-", "_")) is None]
+    missing = [name for name, needs in needed.items() if needs and asked.user_value(name[2:].replace("-", "_")) is None]
     for name in missing:
         if (key := name[2:].replace("-", "_"),) in asked.user_values:
             raise UserError(name, getattr(config, key).word, "a number: a plan reads no documents to derive it from")

@@ -72,8 +72,8 @@ def _run(argv: Sequence[str], config: TrainConfig) -> int:
 def _has_weights(model: str) -> bool:
     """Return True for a folder with weights and for a name on the Hub; False for presets."""
     folder = Path(model).expanduser()
-    given = any(folder.glob("*.safetensors*")) if folder.is_dir() else "/" in model
-    return given and model not in PRESET_NAMES
+    has_files = any(folder.glob("*.safetensors*")) if folder.is_dir() else "/" in model
+    return has_files and model not in PRESET_NAMES
 
 
 @contextmanager

@@ -113,12 +113,12 @@ class TokenisedText:
         )
 
     def _choose(
-        self, files: Sequence[SourceFile], given: PreTrainedTokenizerBase | None, model: str | None
+        self, files: Sequence[SourceFile], tokenizer: PreTrainedTokenizerBase | None, model: str | None
     ) -> tuple[PreTrainedTokenizerBase, str]:
         """Return the tokenizer and its origin as text; trains a tokenizer if there is none."""
         settings = self.settings
-        if given is not None:
-            return given, "given"
+        if tokenizer is not None:
+            return tokenizer, "given"
         if settings.tokenizer is not None:
             return _loaded(settings.tokenizer, "--tokenizer", settings.tokenizer)
         if model is not None and has_tokenizer(model):

@@ -51,9 +51,9 @@ PROBED_LENGTHS = 5, 7
 dimension."""
 
 
-def inner_model(given: nn.Module) -> Any:
-    """Return the transformers model inside a ``peft`` model, or ``given`` itself if it is not a ``peft`` model."""
-    return given.get_base_model() if hasattr(given, "get_base_model") else given  # type: ignore[operator]
+def inner_model(model: nn.Module) -> Any:
+    """Return the transformers model inside a ``peft`` model, or ``model`` itself if it is not a ``peft`` model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def _row_of(length: int, device: torch.device) -> MicroBatch:
@@ -76,7 +76,7 @@ class Chain(UnitBinding):
 
     def __init__(self, model: nn.Module, *, loss: Loss | None = None) -> None:
         self._views: list[nn.Module] = []
-        self.given = model
+        self.outer_model = model
         """The model passed by the caller: the ``peft`` model, if it is one."""
         refuse_emptied(model)
         refuse_adapters(model)
@@ -98,8 +98,8 @@ class Chain(UnitBinding):
         for module in self.model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False
-        given = {module: module.training for module in self.model.modules()}
-        self._in_evaluation = [m for m, training in given.items() if self.model.training and not training]
+        training_modes = {module: module.training for module in self.model.modules()}
+        self._in_evaluation = [m for m, training in training_modes.items() if self.model.training and not training]
         """Modules that the caller has put into evaluation mode permanently, such as frozen statistics."""
 
         # Results of following one forward pass.
@@ -107,7 +107,7 @@ class Chain(UnitBinding):
         try:
             discovery = self._discover()
         finally:
-            for module, training in given.items():
+            for module, training in training_modes.items():
                 module.training = training
         self.layers, self.path, self.positions = discovery.layers, discovery.path, discovery.positions
         self.mixing = discovery.mixing
@@ -242,7 +242,7 @@ class Chain(UnitBinding):
 
     def hand_over(self) -> None:
         """Make methods of the caller's model that need weights raise an error which says where the weights are."""
-        refuse_use(self.given, *modules_above(self.model, self.path))
+        refuse_use(self.outer_model, *modules_above(self.model, self.path))
 
     @property
     def why_not_chunks(self) -> str:

@@ -100,7 +100,7 @@ def small_copy(chain: Chain, source: WeightSource, cut: Cut, dtype: torch.dtype)
                 value = value[: cut.tokens]
             value = value + DISTURBANCE * torch.randn(value.shape, generator=generator, dtype=dtype)
             memo[id(originals[slot.name])] = nn.Parameter(value, originals[slot.name].requires_grad)
-    copy = deepcopy(chain.given, memo)
+    copy = deepcopy(chain.outer_model, memo)
 
     model = inner_model(copy)
     *above, name = chain.path.split(".")

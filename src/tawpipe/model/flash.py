@@ -169,9 +169,9 @@ def gradients(
         for part in parts:
             key, value = _part_of(keys, values, some, part.keys, folded[0])
             place = some, slice(None), part.queries
-            queries, arriving, given, logs = (_for(part, tensor[place]) for tensor in (*folded, log_sums))
-            arriving, given = _padded(arriving, queries), _padded(given, queries)
-            of_query, *of_seen = _kernel_gradients(arriving, queries, key, value, given, logs, part, scale)
+            queries, arriving, outputs, logs = (_for(part, tensor[place]) for tensor in (*folded, log_sums))
+            arriving, outputs = _padded(arriving, queries), _padded(outputs, queries)
+            of_query, *of_seen = _kernel_gradients(arriving, queries, key, value, outputs, logs, part, scale)
             if part.right == 0:
                 total[place] = of_query
             else:
@@ -230,9 +230,9 @@ def _padded(tensor: Tensor, like: Tensor) -> Tensor:
 def _kernel(query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Call this device's flash kernel for one part; return the output and the log-sum-exp."""
     if on_cuda(query):  # the CUDA kernel takes fewer key heads than query heads
-        given = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        operands = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         output, sums, *_ = ops._flash_attention_forward(
-            *given, *_of_cuda(part, query, key), False, **_seen(part, scale)
+            *operands, *_of_cuda(part, query, key), False, **_seen(part, scale)
         )
         return output.transpose(1, 2), sums
     key, value = (tensor.expand(-1, query.shape[1], -1, -1) for tensor in (key, value))
@@ -251,10 +251,10 @@ def _kernel_gradients(
         # The kernel returns sums in fp32 for half precision, and in fp64 for fp64.
         options = {"attn_mask": part.hidden(query), "scale": scale}
         return backward(gradient, query, key, value, output, sums, 0.0, part.is_square, **options)
-    given = [tensor.transpose(1, 2) for tensor in (gradient, query, key, value, output)]
+    operands = [tensor.transpose(1, 2) for tensor in (gradient, query, key, value, output)]
     state = torch.empty(2, dtype=torch.uint64, device=query.device)  # random state of dropout, which is unused
     more = *_of_cuda(part, query, key), state, torch.empty_like(state)
-    of_query, of_key, of_value = ops._flash_attention_backward(*given, sums, *more, **_seen(part, scale))
+    of_query, of_key, of_value = ops._flash_attention_backward(*operands, sums, *more, **_seen(part, scale))
     return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
 
 

@@ -312,8 +312,8 @@ class SlicedScores(torch.autograd.Function):
         generator = generator_for(query, ctx.seed, options.dropout)
         output = query.new_empty(*query.shape[:3], value.shape[-1])
         for queries, keys, offset in _slices(query, documents, options.window):
-            given = {"offset": offset, "generator": generator}
-            output[queries] = explicit_scores(query[queries], key[keys], value[keys], sinks, options, **given)
+            score_kwargs = {"offset": offset, "generator": generator}
+            output[queries] = explicit_scores(query[queries], key[keys], value[keys], sinks, options, **score_kwargs)
         return output
 
     @staticmethod
@@ -325,8 +325,8 @@ class SlicedScores(torch.autograd.Function):
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
         generator = generator_for(query, ctx.seed, ctx.options.dropout)
         for queries, keys, offset in _slices(query, ctx.documents, ctx.options.window):
-            inputs, given = (query[queries], key[keys], value[keys]), {"offset": offset, "generator": generator}
-            of_slice = explicit_gradients(gradients[0][queries], *inputs, sinks, ctx.options, **given)
+            inputs, score_kwargs = (query[queries], key[keys], value[keys]), {"offset": offset, "generator": generator}
+            of_slice = explicit_gradients(gradients[0][queries], *inputs, sinks, ctx.options, **score_kwargs)
             query_gradient[queries] = of_slice[0]
             for total, part in zip(sums, of_slice[1:3], strict=True):
                 total[keys] += part
@@ -384,7 +384,7 @@ def explicit_gradients(
     value: Tensor,
     sinks: Tensor | None,
     options: AttentionOptions,
-    **given: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of query, key, value and sinks (None without sinks) of ``explicit_scores``.
 
@@ -393,12 +393,12 @@ def explicit_gradients(
     Args:
         gradient: gradient of the output.
         query, key, value, sinks, options: as passed to ``explicit_scores``.
-        given: further arguments of ``explicit_scores``.
+        kwargs: further arguments of ``explicit_scores``.
     """
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         sink = None if sinks is None else sinks.detach().requires_grad_()
-        output = explicit_scores(inputs[0], inputs[1], inputs[2], sink, options, **given)
+        output = explicit_scores(inputs[0], inputs[1], inputs[2], sink, options, **kwargs)
     wanted = inputs if sink is None else [*inputs, sink]
     gradients = torch.autograd.grad(output, wanted, gradient)
     return gradients[0], gradients[1], gradients[2], None if sink is None else gradients[3]

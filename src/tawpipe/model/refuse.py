@@ -130,23 +130,25 @@ def refuse_not_causal(model: Any, layers: Sequence[nn.Module]) -> None:
             continue
         flags = {getattr(part, name, None) for part in parts for name in ("is_causal", key)}
         if False in flags and True not in flags:
-            given = f"{type(model).__name__} with {key}={getattr(text, key)}"
-            raise unsupported(given, f"{NOT_CAUSAL}; {key}: {str(value).lower()} in config.json makes a decoder of it")
+            subject = f"{type(model).__name__} with {key}={getattr(text, key)}"
+            raise unsupported(
+                subject, f"{NOT_CAUSAL}; {key}: {str(value).lower()} in config.json makes a decoder of it"
+            )
 
 
-def refuse_adapters(given: nn.Module) -> None:
+def refuse_adapters(model: nn.Module) -> None:
     """Raise UserError for a ``peft`` wrapper that does more than replace modules inside the model.
 
     Only the inner model is run. Computations of the wrapper (virtual tokens, its own loss) would be left out."""
-    configs = getattr(given, "peft_config", None)
+    configs = getattr(model, "peft_config", None)
     if configs is None:
         return
     advice = "use a method that only replaces layers, such as LoRA, DoRA, IA3 or OFT"
     names = ", ".join(sorted({getattr(c.peft_type, "value", str(c.peft_type)) for c in configs.values()}))
-    tuner = getattr(given, "base_model", None)
-    if not hasattr(given, "get_base_model"):
+    tuner = getattr(model, "base_model", None)
+    if not hasattr(model, "get_base_model"):
         raise unsupported(
-            f"{type(given).__name__} with an adapter", "wrap it with peft.get_peft_model instead of add_adapter"
+            f"{type(model).__name__} with an adapter", "wrap it with peft.get_peft_model instead of add_adapter"
         )
     if any(config.is_prompt_learning for config in configs.values()):
         raise unsupported(names, f"virtual tokens in front of a document are not supported; {advice}")

@@ -146,7 +146,7 @@ def write_both_forms(content: dict[str, Any], rope: dict[str, Any] | None, *, ch
 
 def _without(spec: str, rope: RopeSettings) -> UserError:
     """Return the error for rotary settings of a model whose config has no rotary positions."""
-    name, value = next(iter(rope.given.items())) if rope.scaling == "none" else ("scaling", rope.scaling)
+    name, value = next(iter(rope.parameters.items())) if rope.scaling == "none" else ("scaling", rope.scaling)
     return UserError(key_of(name), value, f"unset for {spec}, whose config has no rotary positions (rope_parameters)")
 
 
@@ -186,7 +186,7 @@ def _scaled(
         raise UserError("rope.scaling", rope.scaling, f"none: the frequencies of {spec} are of its own kind, {kind}")
     same = kind == rope.scaling
     after = {key: value for key, value in before.items() if same or key not in _OF_A_KIND}
-    after |= {"rope_type": rope.scaling} | {_KEYS.get(name, name): value for name, value in rope.given.items()}
+    after |= {"rope_type": rope.scaling} | {_KEYS.get(name, name): value for name, value in rope.parameters.items()}
     after.pop("type", None)
     original = _original_length(spec, text, before, rope, positions)
     factor = after.get("factor")
@@ -232,13 +232,13 @@ def _original_length(spec: str, text: Any, before: dict[str, Any], rope: RopeSet
         UserError: it is unknown, or settings and config contradict each other.
     """
     known = getattr(text, "original_max_position_embeddings", None) or before.get("original_max_position_embeddings")
-    given = rope.original_length
-    if given is not None:
-        if known is not None and given != known:
-            raise UserError("rope.original_length", given, f"{known}, as the config of {spec} says; or unset")
-        if positions and given > positions:
-            raise UserError("rope.original_length", given, f"at most {positions}, the positions that {spec} has")
-        return given
+    length = rope.original_length
+    if length is not None:
+        if known is not None and length != known:
+            raise UserError("rope.original_length", length, f"{known}, as the config of {spec} says; or unset")
+        if positions and length > positions:
+            raise UserError("rope.original_length", length, f"at most {positions}, the positions that {spec} has")
+        return length
     if known is None and (not positions or before["rope_type"] != "default"):
         expected = f"the context of {spec} before it was scaled ({before['rope_type']}), which its config does not say"
         raise UserError("rope.original_length", "nothing", expected)

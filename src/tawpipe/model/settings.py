@@ -57,7 +57,7 @@ class RopeSettings:
     """longrope: one divisor for each frequency, in documents longer than original_length tokens."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, Any]:
         """Settings that have a value (neither None nor empty), by name, without ``scaling``."""
         values = {setting.name: getattr(self, setting.name) for setting in fields(self) if setting.name != "scaling"}
         return {name: value for name, value in values.items() if value not in (None, [])}
@@ -72,7 +72,7 @@ class RopeSettings:
 
         A setting must belong to the chosen ``scaling`` (see ``TAKES``), and numbers in lists must be finite and above
         0."""
-        for name, value in self.given.items():
+        for name, value in self.parameters.items():
             if name not in TAKES[self.scaling]:
                 kinds = " or ".join(kind for kind, names in TAKES.items() if name in names)
                 raise UserError(key_of(name), value, f"unset under --rope.scaling {self.scaling}; it is for {kinds}")

@@ -137,11 +137,11 @@ class Packing:
             out: the packed buffer, ``[elements]`` or longer, of the compute dtype.
         """
         for slot, stored, scales in self._parts(out):
-            given = slot.part(values)
+            slot_values = slot.part(values)
             if scales is None:
-                stored.copy_(given)
+                stored.copy_(slot_values)
             else:
-                quantise(self.form, given, stored, scales)
+                quantise(self.form, slot_values, stored, scales)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Write the numbers of the packed unit ``packed`` into ``out``, the unit's flat layout.

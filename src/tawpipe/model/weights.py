@@ -104,7 +104,7 @@ class InitSource:
             memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         self._model = deepcopy(chain.model, memo)
         self._owners = owners(self._model)
-        self._peft = getattr(chain.given, "peft_config", {})
+        self._peft = getattr(chain.outer_model, "peft_config", {})
         for thing in (*self._model.modules(), *self._model.parameters(), *self._model.buffers()):
             thing._is_hf_initialized = True  # makes transformers skip it
 

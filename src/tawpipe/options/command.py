@@ -62,12 +62,12 @@ class Options(Generic[T]):
         Raises:
             UserError: an unknown option or key, a value of the wrong type, an unreadable file.
         """
-        given = self._given(argv)
-        values = self.values(given.config, vars(given))
+        arguments = self._arguments(argv)
+        values = self.values(arguments.config, vars(arguments))
         config = self.build(values)
         if lower := below(config, values):
             config = self.build({**lower, **values})
-        if given.print_config:
+        if arguments.print_config:
             print(self.to_yaml(config), end="")
             raise SystemExit(0)
         return config
@@ -101,8 +101,8 @@ class Options(Generic[T]):
 
     def located(self, error: UserError, argv: Sequence[str]) -> UserError:
         """Return ``error`` with the file and line of its setting, if a file on the command line ``argv`` sets it."""
-        given = self._given(argv)
-        return self.located_in(error, given.config, vars(given))
+        arguments = self._arguments(argv)
+        return self.located_in(error, arguments.config, vars(arguments))
 
     def located_in(self, error: UserError, files: Sequence[str], words: Mapping[str, Any]) -> UserError:
         """Return ``error`` with the file and line of its setting, if one of ``files`` sets it and ``words`` do not.
@@ -117,21 +117,21 @@ class Options(Generic[T]):
         places = [place for file in files if (place := place_in(file, leaf.path))]
         return UserError(f"{error.setting} in {places[-1]}", error.value, error.expected) if places else error
 
-    def _given(self, argv: Sequence[str]) -> argparse.Namespace:
+    def _arguments(self, argv: Sequence[str]) -> argparse.Namespace:
         """Split a command line into settings; return their words, not yet converted, by the key of the setting.
 
         Raises:
             UserError: an unknown option, or an option without its value.
         """
         try:
-            given, left = self.parser.parse_known_args([self._checked_option(word) for word in argv])
+            arguments, left = self.parser.parse_known_args([self._checked_option(word) for word in argv])
         except argparse.ArgumentError as error:  # the parser raises this for an option without its value only
             leaf = self._by_option.get(error.argument_name or "")
             raise UserError(error.argument_name or "", "nothing", leaf.expected if leaf else "a YAML file") from error
         if left:
             expected = "options start with --, and only lists take several values"
             raise UserError("command line", " ".join(left), expected)
-        return given
+        return arguments
 
     def to_yaml(self, config: T) -> str:
         """Return all settings in ``config`` as the text of a YAML file, with their help as comments.

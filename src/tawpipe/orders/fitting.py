@@ -105,7 +105,7 @@ def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
                 here[last] -= table.moved[last[0]]
             if work.kind in "BI":
                 del here[key]
-            parts -= table.given["W", work.stage] if work.kind == "W" else 0.0
+            parts -= table.frees["W", work.stage] if work.kind == "W" else 0.0
     return away
 
 

@@ -63,7 +63,9 @@ class Annealing:
         ticks = Ticks.of(replace(costs, blocks=tuple(b for option in options.values() for b in option.blocks)))
         blocks = iter(ticks.blocks)
         self._moving = {how: [*islice(blocks, len(costs.blocks))] for how in options}
-        self._staying = {how: [replace(b, stays=b.kept) for b in given] for how, given in self._moving.items()}
+        self._staying = {
+            how: [replace(b, stays=b.kept) for b in block_times] for how, block_times in self._moving.items()
+        }
         self._ticks = replace(ticks, blocks=(), host=costs.host * ticks.scale / ticks.memory_scale)
 
     def best(self, layouts: Iterable[Layout], tries: int) -> Judged | None:
@@ -334,7 +336,7 @@ def choose(options: Mapping[str, PipelineCosts], layouts: Iterable[Layout], micr
     """
     costs = next(iter(options.values()))
     beginnings = dict.fromkeys(
-        layout for given in layouts for layout in (given, _balanced(given, costs, micro_batches))
+        layout for initial in layouts for layout in (initial, _balanced(initial, costs, micro_batches))
     )
     offers: list[Kept] = []
     refused: UserError | None = None

@@ -95,7 +95,7 @@ class _Play:
             _, _, place, work = heapq.heappop(self._events)
             self.awake[place] = True
             if work is not None:
-                self.held[place] -= self.table.given[work.kind, work.stage]
+                self.held[place] -= self.table.frees[work.kind, work.stage]
                 self.busy[place][work.kind in "OR"] = False
         return True
 
@@ -269,12 +269,12 @@ def with_host(
             return None
         if at[place] and played.busy[place][0]:
             last = works[at[place] - 1]
-            level -= table.given[last.kind, last.stage]
+            level -= table.frees[last.kind, last.stage]
         for between in works[at[place] : index[wants]]:
             level += table.taken[between.kind, between.stage]
             if level > table.limits[place]:
                 return None
-            level -= table.given[between.kind, between.stage]
+            level -= table.frees[between.kind, between.stage]
         return work
 
     while True:

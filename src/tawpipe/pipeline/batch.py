@@ -180,11 +180,11 @@ class Deal:
                 tokens["labels"] = batch.labels[batch.labels != IGNORE]
             for name, numbers in tokens.items():
                 if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < self.vocabulary:
-                    given = f"{name} from {int(numbers.min())} to {int(numbers.max())}"
+                    value = f"{name} from {int(numbers.min())} to {int(numbers.max())}"
                     expected = f"numbers below {self.vocabulary}, the model's vocabulary" + (
                         f", or {IGNORE}" if name == "labels" else ""
                     )
-                    raise UserError("batch", given, expected)
+                    raise UserError("batch", value, expected)
         last = int(batch.position_ids.max())
         if self.in_turn:
             last = max(last, max(batch.lengths) - 1)  # the model counts positions itself
@@ -226,8 +226,8 @@ class Deal:
             UserError: ``local`` has more or fewer micro-batches than ``numbers``.
         """
         if len(numbers) != len(local.micro_batches):
-            given = f"{len(local.micro_batches)} micro-batches"
-            raise UserError("batch", given, f"{len(numbers)} on rank {self.rank}, as Pipeline.shares says")
+            value = f"{len(local.micro_batches)} micro-batches"
+            raise UserError("batch", value, f"{len(numbers)} on rank {self.rank}, as Pipeline.shares says")
         return dict(zip(numbers, local.micro_batches, strict=True))
 
     def slices(self, local: LocalBatch, numbers: Sequence[int]) -> dict[int, DocumentSlice]:
@@ -279,8 +279,8 @@ def rows_of(bins: Bins, number: int, document: Callable[[int], MicroBatch]) -> l
         joined = MicroBatch.in_a_row([document(number) for number in dealt.documents] or [NOTHING])
         expected = sum(bins.lengths[number] for number in dealt.documents) or 1
         if (tokens := joined.input_ids.numel()) != expected:
-            given = f"{tokens} tokens in documents {', '.join(map(str, dealt.documents[:5]))}"
-            raise UserError("documents", given, f"{expected}, as their lengths say")
+            value = f"{tokens} tokens in documents {', '.join(map(str, dealt.documents[:5]))}"
+            raise UserError("documents", value, f"{expected}, as their lengths say")
         return joined
 
     return [row(dealt) for dealt in bins.of(number)]

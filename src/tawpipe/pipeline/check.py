@@ -199,14 +199,14 @@ def run_watched(chain: Chain, length: int, step: Callable[[], None]) -> list[Ten
 
 
 def _by_itself(
-    given: nn.Module, chain: Chain, batch: MicroBatch, loss: Loss | None
+    outer_model: nn.Module, chain: Chain, batch: MicroBatch, loss: Loss | None
 ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """Run the plain model forward and backward on every document alone, as without this library.
 
     Returns the mean loss, the gradients of trainable parameters by name, and the hidden states before the first layer
     and after every layer.
     """
-    model = inner_model(given)
+    model = inner_model(outer_model)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # grouped matrix products do not support fp64
     # sdpa ignores soft caps of logits; transformers 5.17 uses sdpa nevertheless.
@@ -224,7 +224,7 @@ def _by_itself(
                 (output[0] if isinstance(output, tuple | list) else output).detach().clone()
             )
         )
-    given.train()
+    outer_model.train()
     total, tokens = 0.0, batch.tokens
     ids, labels = _documents(batch.input_ids, batch), _documents(batch.labels, batch)
     for document, targets in zip(ids, labels, strict=True):
@@ -232,7 +232,7 @@ def _by_itself(
         unshifted = torch.cat([torch.tensor([IGNORE]), targets[:-1]])[None]
         count = int((targets != IGNORE).sum())
         arguments = {"input_ids": document[None].clone(), "labels": unshifted, "use_cache": False}
-        output = given(**taken_by(model, arguments, alone=True))
+        output = outer_model(**taken_by(model, arguments, alone=True))
         value = output.loss * count if loss is None else sum_of_loss(loss, output.logits, targets[None])
         (value / tokens).backward()
         total += float(value.detach()) / tokens
@@ -295,11 +295,11 @@ def _compare(name: str, plain: Any, ours: Any, limit: float) -> float:
     return largest
 
 
-def _refuse_future(name: str, given: nn.Module, batch: MicroBatch, limit: float) -> str:
+def _refuse_future(name: str, outer_model: nn.Module, batch: MicroBatch, limit: float) -> str:
     """Raise UserError if later tokens change earlier logits; return a remark if this cannot be tested, else ``""``."""
     try:
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)):
-            ahead = change_by_future(given, batch)
+            ahead = change_by_future(outer_model, batch)
     except Exception as error:  # some models return no logits without labels
         return f"; whether later tokens change logits was not checked: {type(error).__name__} ({error})"
     if ahead > limit:
@@ -312,13 +312,13 @@ def _refuse_future(name: str, given: nn.Module, batch: MicroBatch, limit: float)
 
 
 @torch.no_grad()
-def change_by_future(given: nn.Module, batch: MicroBatch) -> float:
+def change_by_future(outer_model: nn.Module, batch: MicroBatch) -> float:
     """Return the relative change of a document's first-half logits when the tokens of its second half are replaced.
 
     Returns 0 if equal tokens give different logits (the test is then impossible), or if the first half has only special
     tokens.
     """
-    model = inner_model(given.eval())
+    model = inner_model(outer_model.eval())
     ids = _documents(batch.input_ids, batch)[-1][None]
     half, special = ids.shape[1] // 2, _special_tokens(model.config)
     ordinary = [token for token in ids[0, :half].tolist() if token not in special]
@@ -327,7 +327,7 @@ def change_by_future(given: nn.Module, batch: MicroBatch) -> float:
     others = torch.tensor(ordinary)[torch.arange(half, ids.shape[1]) % len(ordinary)]
     rows = ids, torch.cat([ids[:, :half], others[None]], dim=1), ids
     before, after, again = (
-        given(**taken_by(model, {"input_ids": row.clone(), "use_cache": False}, alone=True)).logits[0, :half]
+        outer_model(**taken_by(model, {"input_ids": row.clone(), "use_cache": False}, alone=True)).logits[0, :half]
         for row in rows
     )
     return float((after - before).norm() / before.norm()) if torch.equal(before, again) else 0.0

@@ -149,7 +149,7 @@ class Pipeline:
         if chain is not model and (words := wide_words(wide_parameters(chain.model), self.dtype)):
             logger.warning("%s", words)
         if chain is model:
-            refuse_emptied(chain.given)
+            refuse_emptied(chain.outer_model)
             if loss is not None:
                 raise UserError("loss", loss, "unset beside a Chain, which was made with its own")
             loss = chain.loss
@@ -168,7 +168,7 @@ class Pipeline:
                 Pipeline, chain, source, world, loss=loss, check=checks.check
             )
         in_chunks = bool(settings.sequence_chunk) or self.sequence_ranks > 1
-        untested = checks.check == "auto" and (in_chunks or not is_tested(chain.given, loss))
+        untested = checks.check == "auto" and (in_chunks or not is_tested(chain.outer_model, loss))
         if (checks.check == "always" or untested) and not self.checked:
             self.checked = check_on_rank_0(Pipeline, chain, source, world, loss=loss, in_chunks=in_chunks)
         chain.quantise(training.quantize, self.dtype)

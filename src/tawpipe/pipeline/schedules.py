@@ -36,7 +36,7 @@ class Schedules:
     """Schedules of a pipeline for batches of any size.
 
     Args:
-        given: schedule settings, the name of a strategy, a strategy, or a ready schedule. A ready schedule fits only
+        schedule: schedule settings, the name of a strategy, a strategy, or a ready schedule. A ready schedule fits only
             batches with its number of micro-batches.
         model: the model's units and blocks.
         world: all processes.
@@ -45,9 +45,9 @@ class Schedules:
         UserError: a setting is impossible, or the ready schedule is for another model, topology or purpose.
     """
 
-    def __init__(self, given: ScheduleSettings | Strategy | Schedule | str, model: ModelSpec, world: World) -> None:
-        self._ready = given if isinstance(given, Schedule) else None
-        self._strategy, self.settings = strategy_of(given)
+    def __init__(self, schedule: ScheduleSettings | Strategy | Schedule | str, model: ModelSpec, world: World) -> None:
+        self._ready = schedule if isinstance(schedule, Schedule) else None
+        self._strategy, self.settings = strategy_of(schedule)
         self._model, self._world = model, world
         self._lock = threading.Lock()
         self._kept: dict[tuple[int | BinsForm, bool], Schedule] = {}

@@ -288,7 +288,7 @@ def values_alike(
     def facts(source: WeightSource) -> Facts:
         """Return the facts of the model and of its initial values that ranks compare."""
         known = config_facts("its config", chain.config.to_dict())
-        for name, adapter in getattr(chain.given, "peft_config", {}).items():
+        for name, adapter in getattr(chain.outer_model, "peft_config", {}).items():
             known |= config_facts(f"the config of adapter {name}", adapter.to_dict())
         return known | getattr(source, "facts", dict)()
 

@@ -138,7 +138,7 @@ class Steps:
         counted = schedule.step.losses_of(rank) if schedule.step.losses else None
         if counted is not None:  # count the labels of a cut document once, at its first slice
             counted = [m for m in counted if m not in slices or not slices[m].begin]
-        given = StepInput(
+        step_input = StepInput(
             micro_batches,
             scale=2.0 ** -ceil(log2(local.rows * local.sequence_length)),
             seed=seed,
@@ -153,8 +153,8 @@ class Steps:
         )
         if schedule.step.settings.offloaded_layers:
             tokens = wiring.training.bin_tokens if local.bins else 0
-            make_places(wiring.compute, schedule.programs[rank], given, wiring.storage.compute_dtype, tokens)
-        result = wiring.executor.play(schedule, given, replace(rule, chosen=chosen), recording=recording)
+            make_places(wiring.compute, schedule.programs[rank], step_input, wiring.storage.compute_dtype, tokens)
+        result = wiring.executor.play(schedule, step_input, replace(rule, chosen=chosen), recording=recording)
         if training:
             self._recent.append(result)
         return result
@@ -206,8 +206,8 @@ class Steps:
             come.issued = True
         if len({*everyone}) > 1:
             numbers = ", ".join(f"{each:.0f}" for each in everyone)
-            given = f"global batches of different sizes on different ranks: {numbers} micro-batches"
-            raise UserError("batch", given, "the same global batch on all ranks, each of which computes its own part")
+            value = f"global batches of different sizes on different ranks: {numbers} micro-batches"
+            raise UserError("batch", value, "the same global batch on all ranks, each of which computes its own part")
         self._agreed.add(count)
 
     def _set_training(self, mode: bool) -> None:

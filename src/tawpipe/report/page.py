@@ -111,17 +111,19 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
         sections: parts of the page.
         subtitle: line below the heading; empty for none.
     """
-    given = list(sections)
+    section_list = list(sections)
     numbers = count(1)
-    texts = [_section(f"part-{number}", section, numbers) for number, section in enumerate(given, 1)]
+    texts = [_section(f"part-{number}", section, numbers) for number, section in enumerate(section_list, 1)]
     parts = []
-    for beside, group in groupby(zip(given, texts, strict=True), key=lambda pair: pair[0].beside):
+    for beside, group in groupby(zip(section_list, texts, strict=True), key=lambda pair: pair[0].beside):
         joined = "".join(text for _, text in group)
         parts.append(f'<div class="charts">{joined}</div>' if beside else joined)
     links = "".join(
-        f'<li><a href="#part-{n}">{html.escape(section.title)}</a></li>' for n, section in enumerate(given, 1)
+        f'<li><a href="#part-{n}">{html.escape(section.title)}</a></li>' for n, section in enumerate(section_list, 1)
     )
-    contents = f'<nav class="contents" aria-label="On this page"><ul>{links}</ul></nav>' if len(given) > 1 else ""
+    contents = (
+        f'<nav class="contents" aria-label="On this page"><ul>{links}</ul></nav>' if len(section_list) > 1 else ""
+    )
     quiet = f'<p class="quiet">{html.escape(subtitle)}</p>' if subtitle else ""
     code = f"<script>\n{_asset('page.js')}</script>"
     return (

@@ -190,13 +190,13 @@ class Executor:
                 self.storage.open_gradient(action.unit)
 
     def play(
-        self, schedule: Schedule, given: StepInput, rule: UpdateRule, *, recording: Recording | None = None
+        self, schedule: Schedule, step_input: StepInput, rule: UpdateRule, *, recording: Recording | None = None
     ) -> StepResult:
         """Issue all actions of one step or evaluation, and return before they have ended.
 
         Args:
             schedule: Schedule to run.
-            given: Micro-batches and other inputs of the step.
+            step_input: Micro-batches and other inputs of the step.
             rule: Clipping, learning rates and handling of numbers that are not finite.
             recording: Records when the actions run.
 
@@ -209,11 +209,11 @@ class Executor:
         ended = self._ended = Moment(self.device, self._ended)
         on_cuda = self.device.type == "cuda"
         values = torch.zeros(len(VALUES), dtype=torch.float64, device="cpu", pin_memory=on_cuda)
-        training = given.seed is not None
-        name = f"step {given.step + 1}" if training else "an evaluation"
+        training = step_input.seed is not None
+        name = f"step {step_input.step + 1}" if training else "an evaluation"
         self._refuse_after_failure()
-        frame = Frame(self._buffers, self.transport, given, rule, values, ended)
-        faulty = given.step + 1 if training else 0
+        frame = Frame(self._buffers, self.transport, step_input, rule, values, ended)
+        faulty = step_input.step + 1 if training else 0
         issued = self._issue(schedule, frame, name, faulty=faulty, recording=recording)
         assert issued.normed is not None
         return StepResult(issued.normed, values, ended, self._failure)

@@ -12,7 +12,7 @@ from tawpipe.runtime.lanes import Moment
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.schedule.buffers import Buffer
 
-Given = TypeVar("Given")
+Inputs = TypeVar("Given")
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class UpdateRule:
 
 
 @dataclass(frozen=True)
-class Frame(Generic[Given]):
+class Frame(Generic[Inputs]):
     """Values that all actions of one training step, evaluation or decode step share.
 
     Args:
         buffers: Weight and gradient tensors of this rank.
         transport: Sends and receives messages.
-        given: Micro-batches with their inputs (``StepInput``), or the decode step (``LapInput``).
+        inputs: Micro-batches with their inputs (``StepInput``), or the decode step (``LapInput``).
         rule: Rules for updates.
         result: CPU tensor into which NORM writes ``VALUES``: loss, gradient norm, tokens, 1 if all is finite, 1 if all
             ranks were given equal batches. None in a decode step.
@@ -49,7 +49,7 @@ class Frame(Generic[Given]):
 
     buffers: Mapping[Buffer, Tensor]
     transport: Transport
-    given: Given
+    inputs: Inputs
     rule: UpdateRule = UpdateRule()
     result: Tensor | None = None
     ended: Moment | None = None

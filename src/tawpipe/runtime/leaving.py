@@ -72,12 +72,12 @@ class _Running:
         Args:
             failing: True if the script ends with an exception. Then the last steps are not checked.
         """
-        given_up_at: float | None = None
+        deadline: float | None = None
         closed, ended = [False], True
         while not all(closed) or any(not saving.done for saving in self.savings):
-            if given_up_at is None and (failing or self.executor.failure is not None):
-                given_up_at = time.monotonic() + PATIENCE_S
-            if given_up_at is not None and time.monotonic() > given_up_at:
+            if deadline is None and (failing or self.executor.failure is not None):
+                deadline = time.monotonic() + PATIENCE_S
+            if deadline is not None and time.monotonic() > deadline:
                 ended = False
                 break
             closed = self.executor.end_lanes(0.05)

@@ -161,8 +161,8 @@ def _compute(model: ModelSpec, blocks: Sequence[int], group: int) -> Iterator[Ac
             reads, frees = (*weights, ids(group)), (ids(group),)
             writes = (block_input(group, 1), *[context(group)] * (len(blocks) > 1))
         else:
-            given = (block_input(group, block), context(group))
+            inputs = (block_input(group, block), context(group))
             kept = (layer_cache(block),) if kind == "layer" else ()
-            reads, frees = (*weights, *given, *kept), given if block == last else given[:1]
+            reads, frees = (*weights, *inputs, *kept), inputs if block == last else inputs[:1]
             writes = (ids(group) if kind == "head" else block_input(group, block + 1), *kept)
         yield Action(Op.FORWARD, Lane.COMPUTE, reads, writes, frees, block=block, micro_batch=group)

@@ -50,17 +50,17 @@ class Engine:
         self.chain, self.room = chain, room
         self.stage = StayingStage(chain, room)
 
-    def compute(self, given: Pass) -> list[Drawn]:
+    def compute(self, pass_: Pass) -> list[Drawn]:
         """Compute one pass through all blocks and return the drawn and scored tokens.
 
         The list is empty if the pass has no rows.
         """
-        if not given.rows:
+        if not pass_.rows:
             return []
-        hidden, calls = self.stage.embed(given)
+        hidden, calls = self.stage.embed(pass_)
         for block in range(1, len(self.chain.blocks) - 1):
             hidden = self.stage.layer(block, hidden, calls)
-        return self.stage.head(hidden, given)
+        return self.stage.head(hidden, pass_)
 
     def run(self, feeder: PassFeeder | None) -> None:
         """Compute the passes that ``feeder`` gives for group 0, 1, ... in turn, and return their tokens to it.
@@ -69,9 +69,9 @@ class Engine:
         assert feeder is not None
         group, ended = 0, 0
         while ended < self.room.groups:
-            given = feeder.feed(group)
-            feeder.take(group, self.compute(given))
-            ended = ended + 1 if given.last else 0
+            pass_ = feeder.feed(group)
+            feeder.take(group, self.compute(pass_))
+            ended = ended + 1 if pass_.last else 0
             group = (group + 1) % self.room.groups
 
     def close(self) -> None:

@@ -35,18 +35,18 @@ _HEAD, _ROW = struct.Struct("<ii"), struct.Struct("<iiiii?didqi")
 _TOKEN, _LIKELY, _ID = struct.Struct("<iiidi"), struct.Struct("<id"), 4
 
 
-def header_of(given: Pass) -> bytes:
+def header_of(pass_: Pass) -> bytes:
     """Encode a pass as the header of its message, for the stages after the first one.
 
     It contains for each row: slot, position, number of tokens, sampling settings, and the ids of the known tokens. The
     ids of the row's own tokens are not included, because only the first stage embeds them."""
-    parts = [_HEAD.pack(len(given.rows), given.last)]
-    for row in given.rows:
+    parts = [_HEAD.pack(len(pass_.rows), pass_.last)]
+    for row in pass_.rows:
         drawn = row.draw is not None
         counts = len(row.tokens), row.likeliest, len(row.known)
         parts.append(_ROW.pack(row.slot, row.first, *counts, drawn, *(row.draw or Sampling())))
         parts.append(struct.pack(f"<{len(row.known)}i", *row.known))
-    return b"".join(parts).ljust(header_bytes(given.rows), b"\0")
+    return b"".join(parts).ljust(header_bytes(pass_.rows), b"\0")
 
 
 def header_bytes(rows: Sequence[Row]) -> int:
@@ -119,7 +119,7 @@ class ServeCompute:
         block, group = action.block, action.micro_batch
         last = len(self.chain.blocks) - 1
         if block == 0:
-            output: Any = self._embed(group, frame.given)
+            output: Any = self._embed(group, frame.inputs)
         else:
             carried, hidden = self._held[block_input(group, block)]
             if block == last:
@@ -136,10 +136,10 @@ class ServeCompute:
         """Run a PREPARE action on a later stage: decode a received message, and compute the layer arguments.
 
         The pass with its hidden states replaces the message. The arguments are stored for the layers of this stage.
-        ``frame.given.last`` becomes True if the pass is the last one."""
+        ``frame.inputs.last`` becomes True if the pass is the last one."""
         (arrived,) = action.reads
         carried, hidden = self._read(self._held[arrived], action.micro_batch)
-        frame.given.last |= carried.last
+        frame.inputs.last |= carried.last
         self._held[arrived] = carried, hidden
         self._held[context(action.micro_batch)] = self.stage.calls(carried) if carried.rows else ()
 
@@ -174,10 +174,10 @@ class ServeCompute:
         empty = partial(torch.empty, dtype=torch.uint8, device=self.chain.device)
         return {buffer: empty(self._room[buffer.kind]) for buffer in action.writes}
 
-    def _embed(self, group: int, given: LapInput) -> tuple[Pass, Tensor]:
+    def _embed(self, group: int, inputs: LapInput) -> tuple[Pass, Tensor]:
         """Return the tokens of a group's previous pass to the feeder, get the next pass, and compute its embedding.
 
-        The arguments of the layers are stored. ``given.last`` becomes True if the pass is the last one.
+        The arguments of the layers are stored. ``inputs.last`` becomes True if the pass is the last one.
 
         Returns:
             The pass and its hidden states [1, tokens, hidden]; with 0 tokens for an empty pass.
@@ -188,7 +188,7 @@ class ServeCompute:
             self.feeder.take(group, read_drawn(_as_bytes(message)))
         fed = self.feeder.feed(group)
         assert fed.group == group, f"asked for a pass of group {group}, and was given one of group {fed.group}"
-        given.last |= fed.last
+        inputs.last |= fed.last
         hidden, self._held[context(group)] = self.stage.embed(fed) if fed.rows else (self._nothing, ())
         return fed, hidden
 

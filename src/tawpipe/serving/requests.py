@@ -60,24 +60,24 @@ class Ticket:
         question: prompt and settings.
         tell: callback for its tokens.
         slot: KV-cache slot; None while the request waits for one.
-        given: number of tokens that were put into passes.
+        computed_tokens: number of tokens that were put into passes.
         answer: number of tokens drawn.
         latest: last drawn token; None if it is not known yet or was already put into a pass.
-        given_up: True if the request was cancelled or has failed; its callback is not called again.
+        cancelled: True if the request was cancelled or has failed; its callback is not called again.
     """
 
     question: Question
     tell: Tell
     slot: int | None = None
-    given: int = 0
+    computed_tokens: int = 0
     answer: int = 0
     latest: int | None = None
-    given_up: bool = False
+    cancelled: bool = False
 
     @property
     def in_prompt(self) -> bool:
         """True while a part of the prompt was not put into a pass yet."""
-        return self.given < len(self.question.prompt)
+        return self.computed_tokens < len(self.question.prompt)
 
     def next_row(self, chunk: int) -> Row:
         """Return the next row of this request for a pass, and count its tokens as computed.
@@ -85,13 +85,13 @@ class Ticket:
         The row holds the next prompt tokens, at most ``chunk``, or else the token that was drawn last. It draws a token
         unless more of the prompt follows, or the request wants no answer."""
         assert self.slot is not None
-        asked, first = self.question, self.given
+        asked, first = self.question, self.computed_tokens
         tokens = asked.prompt[first : first + chunk]
         known = asked.prompt[first + 1 : first + 1 + len(tokens)] if asked.scored else ()
         if not tokens:
             assert self.latest is not None
             tokens, self.latest = (self.latest,), None
-        self.given += len(tokens)
+        self.computed_tokens += len(tokens)
         draw = None if self.in_prompt or not asked.tokens else asked.sampling
         return Row(self.slot, first, tokens, draw, known, asked.sampling.logprobs if known else 0)
 
@@ -190,7 +190,7 @@ class Slots:
 
         A waiting request leaves the queue at once. A computed one leaves its slot at the next ``feed``."""
         with self._changed:
-            ticket.given_up = True
+            ticket.cancelled = True
             if ticket in self._queue:
                 self._queue.remove(ticket)
                 self.counts.ends["given up"] += 1
@@ -214,10 +214,10 @@ class Slots:
             self._slots.clear()
             self._reading = None
             for ticket in tickets:
-                self.counts.ends["given up" if ticket.given_up else "error"] += 1
-                if not ticket.given_up:
+                self.counts.ends["given up" if ticket.cancelled else "error"] += 1
+                if not ticket.cancelled:
                     ticket.tell(None, "error", words)
-                ticket.given_up = True
+                ticket.cancelled = True
             self._changed.notify_all()
 
     def feed(self, group: int) -> Pass:
@@ -230,7 +230,7 @@ class Slots:
             if group == 0 and not (self.ending or self._queue or self._slots):
                 self._changed.wait(self._idle_s)
             for ticket in [*self._slots.values()]:
-                if ticket.given_up:
+                if ticket.cancelled:
                     self._free(ticket, "given up")
             if self._reading is None and self._queue and len(self._slots) < len(self._places):
                 self._reading = self._queue.popleft()
@@ -243,7 +243,7 @@ class Slots:
             rows = tuple(ticket.next_row(self.room.chunk) for ticket in tickets)
             self._closing[group] = None
             if self._reading is not None and not self._reading.in_prompt:
-                self.counts.prompt_tokens += self._reading.given
+                self.counts.prompt_tokens += self._reading.computed_tokens
                 self._closing[group] = None if self._reading.question.tokens else self._reading
                 self._reading = None
             self._drawing[group] = {row.slot: who for row, who in zip(rows, tickets, strict=True)}
@@ -264,7 +264,7 @@ class Slots:
         with self._changed:
             for token in drawn:
                 ticket = self._drawing[group][token.slot]
-                if ticket.given_up:  # its slot may hold another request by now
+                if ticket.cancelled:  # its slot may hold another request by now
                     continue
                 if token.position < len(ticket.question.prompt):
                     ticket.tell(token, "", "")
@@ -280,7 +280,7 @@ class Slots:
                 ticket.tell(token, end, "")
                 if end:
                     self._free(ticket, end)
-            if (closing := self._closing[group]) is not None and not closing.given_up:
+            if (closing := self._closing[group]) is not None and not closing.cancelled:
                 closing.tell(None, "length", "")
                 self._free(closing, "length")
 

@@ -40,7 +40,7 @@ class StayingStage:
         self._vocabulary = chain.config.get_text_config().vocab_size
 
     @torch.no_grad()
-    def embed(self, given: Pass) -> tuple[Tensor, tuple[LayerCall, ...]]:
+    def embed(self, pass_: Pass) -> tuple[Tensor, tuple[LayerCall, ...]]:
         """Embed the tokens of a pass that has rows.
 
         Returns:
@@ -49,17 +49,17 @@ class StayingStage:
         Raises:
             UserError: a token id is outside of the vocabulary.
         """
-        batch = self._batch(given)
+        batch = self._batch(pass_)
         if not 0 <= int(batch.input_ids.min()) <= int(batch.input_ids.max()) < self._vocabulary:
             tokens = [int(batch.input_ids.min()), int(batch.input_ids.max())]
             raise UserError("tokens", tokens, f"from 0 to {self._vocabulary - 1}, the vocabulary of {self.chain.name}")
         return self.chain.embed(batch.to(self.chain.device))
 
-    def calls(self, given: Pass) -> tuple[LayerCall, ...]:
+    def calls(self, pass_: Pass) -> tuple[LayerCall, ...]:
         """Return the arguments of the layers for a pass, on a stage without the embedding.
 
         Only the number of tokens in each row is used, not their ids."""
-        return self.chain.calls(self._batch(given).to(self.chain.device))
+        return self.chain.calls(self._batch(pass_).to(self.chain.device))
 
     @torch.no_grad()
     def layer(self, block: int, hidden: Tensor, calls: tuple[LayerCall, ...]) -> Tensor:
@@ -77,31 +77,31 @@ class StayingStage:
         return self.chain.layer(block, hidden, calls)
 
     @torch.no_grad()
-    def head(self, hidden: Tensor, given: Pass) -> list[Drawn]:
+    def head(self, hidden: Tensor, pass_: Pass) -> list[Drawn]:
         """Score the known tokens of a pass, and draw a token after each row that has sampling settings.
 
         Args:
             hidden: output of the last layer, [1, tokens, hidden].
-            given: the pass.
+            pass_: the pass.
 
         Returns:
             First the scored tokens, then the drawn ones.
         """
-        ends = [*accumulate(len(row.tokens) for row in given.rows)]
+        ends = [*accumulate(len(row.tokens) for row in pass_.rows)]
         scored, most = list[Drawn](), max(1, LOGITS // self._vocabulary)
-        for row, end in zip(given.rows, ends, strict=True):
+        for row, end in zip(pass_.rows, ends, strict=True):
             for begin in range(0, len(row.known), most):
                 known, start = row.known[begin : begin + most], end - len(row.tokens) + begin
                 logits = self.chain.logits(hidden[:, start : start + len(known)])[0]
                 scored += score(logits, known, row.slot, row.first + 1 + begin, row.likeliest)
-        rows = [(row, end - 1) for row, end in zip(given.rows, ends, strict=True) if row.draw is not None]
+        rows = [(row, end - 1) for row, end in zip(pass_.rows, ends, strict=True) if row.draw is not None]
         if not rows:
             return scored
         logits = self.chain.logits(hidden[:, [place for _, place in rows]])[0]
         wanted = [(row.slot, row.first + len(row.tokens), row.draw) for row, _ in rows if row.draw is not None]
         return scored + draw(logits, wanted)
 
-    def _batch(self, given: Pass) -> PassBatch:
+    def _batch(self, pass_: Pass) -> PassBatch:
         """Return the rows of a pass as one batch of packed documents, with the KV-cache slot and position of each."""
-        parts = [SlotTokens(row.slot, row.first, row.tokens) for row in given.rows]
+        parts = [SlotTokens(row.slot, row.first, row.tokens) for row in pass_.rows]
         return self.cache.batch(parts, self.chain.positions.first)

@@ -18,7 +18,7 @@ from tawpipe.train.settings.decided import BatchShape
 
 
 @dataclass(frozen=True)
-class Given:
+class StepBatch:
     """Input of one step.
 
     Args:
@@ -49,7 +49,7 @@ class Batches:
         self._dealer = Dealer() if shape.dealt else None
         self._validation: list[tuple[list[int], Callable[[int], MicroBatch], Bins]] = []
 
-    def train(self, samples: int, steps: int) -> Iterator[Given]:
+    def train(self, samples: int, steps: int) -> Iterator[StepBatch]:
         """Yield the batches of the next steps.
 
         Args:
@@ -62,13 +62,13 @@ class Batches:
         for _ in range(steps):
             if self.shape.dealt:
                 step = self.data.train.step(samples, self.shape.step_tokens)
-                given = self._of_documents(step.lengths, step.read, self._dealt(step.lengths))
+                step_batch = self._of_documents(step.lengths, step.read, self._dealt(step.lengths))
             else:
-                given = self._of_rows(self.data.train, samples, self.shape.rows)
+                step_batch = self._of_rows(self.data.train, samples, self.shape.rows)
             if self.data.report.streamed:  # other data was checked before the run
-                self._check_longest(given.batch)
-            yield given
-            samples += given.samples
+                self._check_longest(step_batch.batch)
+            yield step_batch
+            samples += step_batch.samples
 
     def validation(self, source: PackedDataset) -> Iterator[LocalBatch]:
         """Yield the first batches of the held-out documents: the same batches every time, and no sample twice."""
@@ -102,7 +102,7 @@ class Batches:
         if self._dealer is not None:
             self._dealer.close()
 
-    def _of_rows(self, source: RowSource, first: int, rows: int) -> Given:
+    def _of_rows(self, source: RowSource, first: int, rows: int) -> StepBatch:
         """Return the batch of ``rows`` rows from sample ``first`` on.
 
         Under packing ``none``, rows of similar length share a micro-batch, which is padded to its longest row.
@@ -115,11 +115,11 @@ class Batches:
             groups = (order[at : at + size] for at in range(0, rows, size))
             computed = sum(len(group) * max(lengths[row] for row in group) for group in groups)
         batch = self.pipeline.part_of(rows, length, lambda place: source.sample(first + order[place]))
-        return Given(batch, rows, computed)
+        return StepBatch(batch, rows, computed)
 
     def _of_documents(
         self, lengths: Sequence[int], read: Callable[[int], MicroBatch], bins: Bins, *, training: bool = True
-    ) -> Given:
+    ) -> StepBatch:
         """Return the batch of documents that ``bins`` assigns to the ranks.
 
         Args:
@@ -127,7 +127,7 @@ class Batches:
             read: returns a document by its index.
         """
         batch = self.pipeline.part_of_documents(lengths, read, bins, training=training)
-        return Given(batch, len(lengths), sum(lengths))
+        return StepBatch(batch, len(lengths), sum(lengths))
 
     def _dealt(self, lengths: Sequence[int]) -> Bins:
         """Assign documents of these lengths to packed micro-batches of the ranks.

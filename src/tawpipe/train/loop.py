@@ -34,7 +34,7 @@ from tawpipe.report.bars import TRACES
 from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.threads import use_device
 from tawpipe.runtime.watch.recording import Recording
-from tawpipe.train.batches import Batches, Given
+from tawpipe.train.batches import Batches, StepBatch
 from tawpipe.train.judging.evaluation import Best, Evaluation, resumed_best
 from tawpipe.train.judging.sample import Sample, Samples
 from tawpipe.train.lengths import settled_lengths
@@ -63,7 +63,7 @@ class _Pending:
     step: int
     result: StepResult
     rate: float
-    given: Given
+    step_batch: StepBatch
 
 
 class Training:
@@ -126,8 +126,8 @@ class Training:
         self._share = pipeline.share_of_a_row
         self._last = time.perf_counter()
         self._evaluated = False
-        given = config.timeouts.step_s != TimeoutConfig().step_s
-        setting_s = config.timeouts.step_s if given else math.inf
+        is_set = config.timeouts.step_s != TimeoutConfig().step_s
+        setting_s = config.timeouts.step_s if is_set else math.inf
         self._limit = FollowedLimit(pipeline.limit, setting_s, set_timeout=world.set_timeout)
         self._writer: MetricsWriter | None = None
         self._machine = prepared.followed.machine if world.rank == 0 else None
@@ -190,12 +190,12 @@ class Training:
                 self._writer.close()
         return time.perf_counter() - begin
 
-    def _step(self, step: int, given: Given) -> None:
+    def _step(self, step: int, step_batch: StepBatch) -> None:
         """Issue one training step, and do what is due after it: report, evaluate, save and write samples.
 
         Args:
             step: number of steps done before this one.
-            given: batch of the step.
+            step_batch: batch of the step.
         """
         config, pipeline = self.config, self.pipeline
         rate = factor(config.optimizer.schedule, step, span_of(config.optimizer, config.steps))
@@ -204,13 +204,13 @@ class Training:
             pipeline.drain()  # the recording shall show this step only
             self._report(keep=0, evaluate=False)  # the earlier steps end here
         timed = recording or self._improving.recording(step + 1)
-        result = pipeline.step(given.batch, rate=rate, recording=timed)
+        result = pipeline.step(step_batch.batch, rate=rate, recording=timed)
         if recording is not None:
             pipeline.drain()
             self._write_recording(recording)
         self._improving.after(step + 1)
-        self.samples += given.samples
-        self._pending.append(_Pending(step + 1, result, rate * config.learning_rate, given))
+        self.samples += step_batch.samples
+        self._pending.append(_Pending(step + 1, result, rate * config.learning_rate, step_batch))
         last = step + 1 == config.steps
         evaluate = self.evaluation.due and _due(config.evaluation.every, step + 1, last=last)
         save = _due(config.checkpoint.every, step + 1, last=last)
@@ -288,7 +288,7 @@ class Training:
             # Use the time at which the step ended on the device, as its numbers may be read later.
             seconds, self._last = result.ended_s - self._last, result.ended_s
             # All tokens of the batch count, because masked ones are computed, too.
-            per_second = done.given.tokens / seconds
+            per_second = done.step_batch.tokens / seconds
             values: dict[str, Value] = {
                 "loss": result.loss,
                 "grad_norm": result.grad_norm,
@@ -304,16 +304,16 @@ class Training:
                 values["mfu"] = self._mfu(done, seconds)
             if done.step == self.first + SETTLED:
                 self._link_s.clear()
-            if (link_s := self._link_seconds(done.given)) is not None:
+            if (link_s := self._link_seconds(done.step_batch)) is not None:
                 values["link_use"] = link_s / seconds
             coded = {"weights_sent": self.pipeline.executor.refresh.sent}
             coded["gradients_sent"] = self.pipeline.transport.gradients_sent
             values |= {name: share for name, sent in coded.items() if (share := sent.share()) is not None}
 
             # Balance of the documents between ranks.
-            bins, count = done.given.batch.bins, len(done.given.batch.micro_batches)
+            bins, count = done.step_batch.batch.bins, len(done.step_batch.batch.micro_batches)
             if bins is not None:
-                values |= {"documents": done.given.samples, "rounds": sum(bins.shape)}
+                values |= {"documents": done.step_batch.samples, "rounds": sum(bins.shape)}
                 values["imbalance"] = bins.seconds / bins.mean_seconds
             work = count if bins is None else sum(map(bins.time, self.pipeline.own_bins(bins)))
             self._own_work += work * self._share
@@ -422,7 +422,7 @@ class Training:
             rope=rope_of(self.pipeline.chain.config),
             best=asdict(self.evaluation.best) if self.evaluation.best.step else {},
             validation=self.evaluation.record or self._validation,
-            lora=adapter_facts(self.pipeline.chain.given),
+            lora=adapter_facts(self.pipeline.chain.outer_model),
             freeze=sorted(self.config.freeze),
             settled={
                 **settled(self.config),
@@ -449,7 +449,7 @@ class Training:
         self.console.notice(line)
         return best
 
-    def _link_seconds(self, given: Given) -> float | None:
+    def _link_seconds(self, step_batch: StepBatch) -> float | None:
         """Return the seconds that the busiest link of a node needs for the bytes of a step at the measured rate.
 
         The bytes are predicted. The result is computed once for each form of batches and then kept.
@@ -459,7 +459,7 @@ class Training:
         """
         if self._machine is None or self.world.nodes.num_nodes == 1:
             return None
-        bins = given.batch.bins
+        bins = step_batch.batch.bins
         shape = () if bins is None else bins.shape
         if shape not in self._link_s:
             pipeline, batch = self.pipeline, self._batches.shape
@@ -476,7 +476,7 @@ class Training:
         Returns:
             the MFU; None if the FLOPs of the model are not known.
         """
-        batch = done.given.batch
+        batch = done.step_batch.batch
         if batch.bins is not None:
             lengths, ranks = list(batch.bins.lengths), self.world.size
         else:

@@ -157,7 +157,7 @@ def check_memory(
         return None, measured
     if load.copies:
         machine = _beside(machine, measured, schedule, load.copies)
-    given_back = needs.parts["activations"] + needs.parts["working"]  # free again between steps
+    idle_bytes = needs.parts["activations"] + needs.parts["working"]  # free again between steps
     if not measured.has_host:  # use the largest value of all processes: each has loaded other libraries and data
         give_back(world.device)
         loaded, _ = system_of(machine, world.device)  # with the solver's libraries (90 MiB) if a plan has loaded them
@@ -165,7 +165,7 @@ def check_memory(
         measured = replace(measured, system_bytes=system)
         saving = needs.parts["saving"] if load.saves else 0
         if load.saves and not load.goes_on_saving:  # the last copy uses memory that computing no longer needs
-            saving, given_back = max(0, saving - given_back), max(0, given_back - saving)
+            saving, idle_bytes = max(0, saving - idle_bytes), max(0, idle_bytes - saving)
         needs = replace(needs, parts=dict(needs.parts) | {"system": system, "saving": saving})
     console.notice(chunk_words(schedule, _all_of(machine, measured), needs))
     if _lacks(world, machine, measured, needs):
@@ -176,7 +176,7 @@ def check_memory(
             measured = with_times or measured
         world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured, others))
     if load.texts is not None:
-        besides = texts_bytes(planning.chain, load.texts, measured, schedule, world.size) - given_back
+        besides = texts_bytes(planning.chain, load.texts, measured, schedule, world.size) - idle_bytes
         needs = replace(needs, parts={**needs.parts, "texts": max(0, besides)})
         if _lacks(world, machine, measured, needs):
             expected = f"0, or fewer prompts: texts take {gib(besides)} more than a step, which is not available"

@@ -136,8 +136,8 @@ class Planning:
         settings = self.asked.settings
         if earlier is not None and "recompute" not in earlier.settled and settings.recompute == "full":
             settings = replace(settings, recompute=AUTO_RECOMPUTE)  # the old default, also in config.yaml
-        given = chosen_by_hand(settings)
-        if self.world.size == 1 and source == "auto" and not given:  # no weights travel in one process
+        by_hand = chosen_by_hand(settings)
+        if self.world.size == 1 and source == "auto" and not by_hand:  # no weights travel in one process
             settings = replace(settings, micro_batches_per_visit=1)
         same_nodes = earlier is not None and earlier.topology == str(self.world.nodes)
         if source not in ("none", "auto"):
@@ -146,22 +146,22 @@ class Planning:
         elif earlier is not None and same_nodes and earlier.plan and source == "auto":
             plan = SavedPlan.of(earlier.plan)
             assert plan is not None
-            if given and plan.settings(settings) != settings:
+            if by_hand and plan.settings(settings) != settings:
                 decision = Followed(settings, line=SETTINGS_HOLD)
             elif problem := self._mismatch(plan):
                 progress.warning(f"the plan of the checkpoint does not fit this run: {problem}")
                 decision = self.make()
             else:
                 decision = Followed(settings, plan, "plan: from the checkpoint")
-        elif source == "none" or given or same_nodes:
-            line = SETTINGS_HOLD if given and source == "auto" else ""
-            if source == "none" and self.world.size > 1 and not given:
+        elif source == "none" or by_hand or same_nodes:
+            line = SETTINGS_HOLD if by_hand and source == "auto" else ""
+            if source == "none" and self.world.size > 1 and not by_hand:
                 line = f"plan: none (--plan none); strategy {settings.strategy}, assuming equal devices and links"
             decision = Followed(settings, line=line)
         else:
             decision = self._alone(settings) or self.make()
         if decision.plan is not None:
-            return self._followed(decision, given)
+            return self._followed(decision, by_hand)
         return decision
 
     def _alone(self, settings: ScheduleSettings) -> Followed | None:
@@ -176,18 +176,18 @@ class Planning:
             return None
         return Followed(settings, request=request)
 
-    def _followed(self, decision: Followed, given: list[str]) -> Followed:
+    def _followed(self, decision: Followed, by_hand: list[str]) -> Followed:
         """Return ``decision`` with the settings of its plan; raise UserError if the plan does not suit the run.
 
         Args:
-            given: names of settings that the user has set and that the plan must not contradict.
+            by_hand: names of settings that the user has set and that the plan must not contradict.
         """
         plan, settings = decision.plan, self.asked.settings
         assert plan is not None
         if mismatch := self._mismatch(plan):
             raise mismatch
         chosen = plan.settings(settings)
-        for name in given:
+        for name in by_hand:
             if getattr(chosen, name) != getattr(settings, name):
                 option = f"--schedule.{name.replace('_', '-')}"
                 expected = f"{getattr(chosen, name)}, as --plan says; or no plan"

@@ -100,7 +100,7 @@ def refuse_other_run(config: TrainConfig, state: RunState, chain: Chain, place: 
     if state.seed != config.seed:
         raise UserError("--seed", config.seed, f"{state.seed}, as in the checkpoint {place}")
     refuse_other_rope(state.rope, rope_of(chain.config), f"the checkpoint {place}")
-    refuse_other_trained(state, adapter_facts(chain.given), config.freeze, f"the checkpoint {place}")
+    refuse_other_trained(state, adapter_facts(chain.outer_model), config.freeze, f"the checkpoint {place}")
 
 
 def require_alike(config: TrainConfig, world: World) -> None:

@@ -36,8 +36,8 @@ class KeysOfAll:
 
     def attach(self, layer: nn.Module) -> None:
         """Add hooks to a layer so that it gathers keys and values when it computes, and reduces their gradients."""
-        layer.register_forward_pre_hook(lambda _, given: (_Begin.apply(given[0], self), *given[1:]))
-        layer.register_forward_hook(lambda _, given, output: _End.apply(output, self))
+        layer.register_forward_pre_hook(lambda _, inputs: (_Begin.apply(inputs[0], self), *inputs[1:]))
+        layer.register_forward_hook(lambda _, inputs, output: _End.apply(output, self))
 
     def gather(self, documents: int) -> None:
         """Start to all-gather the keys and values of ``documents`` documents in the background; return at once."""

@@ -124,9 +124,13 @@ def with_beginning(tokenizer: PreTrainedTokenizerBase, beginning: str) -> PreTra
             return template if "bos_token" in template else written + template
         return template if str(text).startswith(beginning) else written + template
 
-    given: Any = tokenizer.chat_template
-    template = {name: begins(text) for name, text in given.items()} if isinstance(given, dict) else begins(given)
-    if template == given:
+    old_template: Any = tokenizer.chat_template
+    template = (
+        {name: begins(text) for name, text in old_template.items()}
+        if isinstance(old_template, dict)
+        else begins(old_template)
+    )
+    if template == old_template:
         return tokenizer
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = template  # pyright: ignore[reportAttributeAccessIssue]
@@ -272,9 +276,9 @@ class ChatRenderer:
             Malformed: the template refuses them.
         """
         # apply_chat_template would remove nulls, which some templates test.
-        given = {**self._tokenizer.special_tokens_map, "documents": None, "add_generation_prompt": asks, **options}
+        variables = {**self._tokenizer.special_tokens_map, "documents": None, "add_generation_prompt": asks, **options}
         compiled = self._compiled(tools)
-        return _refusals_named(lambda: compiled.render(messages=messages, tools=tools, **given))
+        return _refusals_named(lambda: compiled.render(messages=messages, tools=tools, **variables))
 
     def _compiled(self, tools: Tools) -> Any:
         """Return the compiled template, which prints the renderer's date; transformers would print the current one."""
@@ -308,7 +312,7 @@ class _OneForm:
         answer_numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         learned = [number for number in answer_numbers if messages[number].get("weight", 1) != 0]
         texts, lost, notes = list[tuple[str, dict[int, int]]](), list[Malformed](), list[Malformed]()
-        last, given = -1, ""
+        last, prompt = -1, ""
         for number in reversed(learned):
             try:
                 if not any(thought_and_words(messages[number])) and not messages[number].get("tool_calls"):
@@ -321,7 +325,7 @@ class _OneForm:
                 )
                 continue
             notes += [Malformed(why, f"message {number + 1}") for why in answer.notes]
-            given = given or answer.prompt
+            prompt = prompt or answer.prompt
             learned_text = answer.prompt + answer.learned
             spans = next((spans for text, spans in texts if text.startswith(learned_text)), None)
             if spans is None:
@@ -330,16 +334,16 @@ class _OneForm:
             spans[len(answer.prompt)] = len(learned_text)
         hidden = list[int]()
         if texts:
-            self._check_given(messages[:last], given)
+            self._check_prompt(messages[:last], prompt)
             if last == answer_numbers[-1] < len(messages) - 1 and answers != "shown":
                 notes.append(Malformed("with turns at the end that no answer follows, left out"))
-            hidden = [number for number in range(last) if self._hides(number, given, number in learned)]
+            hidden = [number for number in range(last) if self._hides(number, prompt, number in learned)]
             if set(hidden) - set(learned):
                 notes.append(Malformed("with words or calls before the last answer that the chat template leaves out"))
         return Chat([tuple(_pieces(text, spans)) for text, spans in texts], lost, notes, len(hidden))
 
-    def _hides(self, number: int, given: str, is_learned: bool) -> bool:
-        """Return True if ``given``, the prompt of the last answer, hides calls or words of message ``number``.
+    def _hides(self, number: int, prompt: str, is_learned: bool) -> bool:
+        """Return True if ``prompt``, the prompt of the last answer, hides calls or words of message ``number``.
 
         Words of an answer that is learned itself (``is_learned``) may be missing.
         """
@@ -348,7 +352,7 @@ class _OneForm:
             return False
         words = "" if is_learned else thought_and_words(message)[1]
         calls = message.get("tool_calls") or []
-        return not any(form in given for form in spelled(words)) or any(lacking(call, given) for call in calls)
+        return not any(form in prompt for form in spelled(words)) or any(lacking(call, prompt) for call in calls)
 
     def _answer(self, number: int) -> Learnable:
         """Return the prompt of answer ``number`` and the text that the model has to write after it.
@@ -539,7 +543,7 @@ class _OneForm:
             notes += ("with a special token in the text, which is learned where it stands",)
         return answer._replace(said=notes)
 
-    def _check_given(self, before: Sequence[Message], text: str) -> None:
+    def _check_prompt(self, before: Sequence[Message], text: str) -> None:
         """Raise Malformed if the prompt ``text`` of the last answer lacks an earlier message of another role.
 
         Args:

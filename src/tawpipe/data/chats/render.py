@@ -173,11 +173,11 @@ class Renderer:
         Raises:
             Malformed: the column and a system message differ, or a column ``input`` has text that is in no message.
         """
-        system, given = self._text(row.columns, "system"), self._text(row.columns, "input")
-        if given and all(message["content"] != given for message in messages):
+        system, input_text = self._text(row.columns, "system"), self._text(row.columns, "input")
+        if input_text and all(message["content"] != input_text for message in messages):
             name = self._names.get("input", "input")
             why = f"with {name!r} beside messages, where it has no place (--ignore-columns {name})"
-            raise Malformed(why, reprlib.repr(given))
+            raise Malformed(why, reprlib.repr(input_text))
         if messages and messages[0]["role"] in SYSTEM_ROLES:
             name = self._names.get("system", "system")
             system = only({name: system, "the first message": messages[0]["content"]}) or ""
@@ -262,10 +262,10 @@ class Renderer:
         columns = row.columns
         prompt, answer = (self._meant({name: columns.get(name) for name in group}) for group in (PROMPTS, ANSWERS))
         if any(isinstance(of_messages(columns.get(name)), list | dict) for name in (prompt, answer)):
-            given = self._with_system(row, self._messages(row, prompt, "user"))
+            prompt_messages = self._with_system(row, self._messages(row, prompt, "user"))
             answer_messages = self._messages(row, answer, ASSISTANT)
             return (
-                self._rendered(row, given + answer_messages, first=len(given))
+                self._rendered(row, prompt_messages + answer_messages, first=len(prompt_messages))
                 if answer_messages
                 else [_without_answer(row)]
             )
@@ -283,7 +283,7 @@ class Renderer:
                 raise Malformed(f"with {name!r} beside an instruction that is no chat (--as-chat makes it one)")
         parts = [system, *parts] if system else parts
         given = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
-        given, notes = self._special.given(given, row.where)
+        given, notes = self._special.prepare(given, row.where)
         pieces = tuple(piece for piece in (ChatText(given, False), ChatText(answer_text, True)) if piece.text)
         if self._fits is not None and not self._fits(pieces, "instruction"):
             raise Malformed(TOO_LONG.format(longest=self._longest))

@@ -51,7 +51,7 @@ class SpecialTokens:
         """Return the special token with which ``text`` ends, or ``""``."""
         return next((name for name in self._broken if text.endswith(name)), "")
 
-    def given(self, value: Any, where: str) -> tuple[Any, list[Skipped]]:
+    def prepare(self, value: Any, where: str) -> tuple[Any, list[Skipped]]:
         """Return ``value``, with its special tokens made text in the mode ``plain``, and a list of notes about them.
 
         In the mode ``plain``, each special token in a copy of ``value`` gets a ``BREAK``. In the mode ``keep`` the
@@ -69,18 +69,18 @@ class SpecialTokens:
     def messages(
         self, messages: list[dict[str, Any]], tools: Any, where: str
     ) -> tuple[list[dict[str, Any]], Any, list[Skipped]]:
-        """Apply ``given`` to ``tools`` and to the messages of all roles except the assistant.
+        """Apply ``prepare`` to ``tools`` and to the messages of all roles except the assistant.
 
         Returns:
-            The messages in their order, the tools, and the notes of ``given``.
+            The messages in their order, the tools, and the notes of ``prepare``.
         """
         others = [message for message in messages if message["role"] != ASSISTANT]
-        (others, tools), notes = self.given([others, tools], where)
+        (others, tools), notes = self.prepare([others, tools], where)
         rest = iter(others)
         return [message if message["role"] == ASSISTANT else next(rest) for message in messages], tools, notes
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text in which ``given`` has turned special tokens into text.
+        """Return the token ids of a text in which ``prepare`` has turned special tokens into text.
 
         Raises:
             UserError: the tokenizer has no tokenizer.json, so it cannot distinguish them.

@@ -239,7 +239,9 @@ def packed_attention(
             "interface made",
         )
 
-    if unknown := sorted(name for name, given in kwargs.items() if isinstance(given, Tensor) and name not in UNUSED):
+    if unknown := sorted(
+        name for name, argument in kwargs.items() if isinstance(argument, Tensor) and name not in UNUSED
+    ):
         raise ApartError(type(module).__name__, f"its attention is given {', '.join(unknown)}, which is not known here")
     if key.shape[2] != query.shape[2]:
         raise ApartError(type(module).__name__, "its attention has keys that are not those of the row's tokens")

@@ -221,8 +221,8 @@ class ChunkAttention(torch.autograd.Function):
                 output[at], sums[at] = flash.attention(query[at], *seen, parts, options.scale, sinks)
                 continue
             for queries, _, seen, offset in _slices(query, chunk, piece, options.window):
-                given = {"offset": offset, "generator": generator}
-                output[queries] = explicit_scores(query[queries], *seen, sinks, options, **given)
+                score_kwargs = {"offset": offset, "generator": generator}
+                output[queries] = explicit_scores(query[queries], *seen, sinks, options, **score_kwargs)
         if chunk.keep is not None:
             chunk.keep(chunk.tokens, output, sums)
         ctx.save_for_backward(query, sinks, output, sums, *_only_here(chunk))
@@ -250,9 +250,9 @@ class ChunkAttention(torch.autograd.Function):
                 )
                 continue
             for queries, keys, seen, offset in _slices(query, chunk, piece, options.window):
-                given = {"offset": offset, "generator": generator}
+                score_kwargs = {"offset": offset, "generator": generator}
                 of_query, of_key, of_value, of_sinks = explicit_gradients(
-                    gradient[queries], query[queries], *seen, sinks, options, **given
+                    gradient[queries], query[queries], *seen, sinks, options, **score_kwargs
                 )
                 query_gradient[queries] = of_query
                 store.key_sums[keys] += of_key

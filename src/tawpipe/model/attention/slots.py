@@ -121,16 +121,16 @@ class SlotDocuments(Documents):
             new: keys and values of the pass, [1, heads, tokens, d] each.
         """
         slots, positions = self.written
-        for held, given in zip(layer, new, strict=True):
+        for held, source in zip(layer, new, strict=True):
             # Remains of an earlier request are masked, but masked numbers that are not finite would still change
             # results.
             for slot, end in self.batch.leftover.items():
                 held[slot, :, :end].zero_()
             if len(self.batch.parts) == 1:  # a copy is faster than an index
                 (part,) = self.batch.parts
-                held[part.slot, :, part.first : part.end] = given[0]
+                held[part.slot, :, part.first : part.end] = source[0]
             else:
-                held[slots, :, positions] = given[0].transpose(0, 1)
+                held[slots, :, positions] = source[0].transpose(0, 1)
 
     def oldest(self, part: SlotRange, window: int | None) -> int:
         """Return the position of the first key that some query of the range sees."""
@@ -314,13 +314,13 @@ def attend(
                 asked = asked.new_zeros(keys.shape[0], *asked.shape[1:]).index_copy_(0, part.places, asked)
             folded = asked.unflatten(1, (groups, -1)).unsqueeze(3)  # [slots, groups, n, 1, d]
         seen = documents.visible(part, folded.shape[3], options.window, query.device)
-        given = _attention(folded, keys, values, seen, sinks, options)
+        result = _attention(folded, keys, values, seen, sinks, options)
         if isinstance(part.tokens, slice):
-            rows = given[0].permute(2, 0, 1, 3).flatten(1, 2)
+            rows = result[0].permute(2, 0, 1, 3).flatten(1, 2)
             if len(documents.batch.parts) == 1:
                 return rows[None]
         else:
-            rows = given.squeeze(3).flatten(1, 2)
+            rows = result.squeeze(3).flatten(1, 2)
             rows = rows if part.places is None else rows[part.places]
         output[part.tokens] = rows
     return output[None]
@@ -353,9 +353,9 @@ def _attention(
         return F.scaled_dot_product_attention(query[0], *shared, attn_mask=seen, scale=options.scale)[None]
     size = max(1, SCORES // (rows * groups * heads * key.shape[2]))
     folded, pieces = query.flatten(1, 2), list[Tensor]()
-    options, given = replace(options, window=None, dropout=0.0), {"generator": None, "offset": key.shape[2] - 1}
+    options, score_kwargs = replace(options, window=None, dropout=0.0), {"generator": None, "offset": key.shape[2] - 1}
     for begin in range(0, count, size):
         part = slice(begin, min(begin + size, count))
         hidden = None if seen is None else ~seen[:, :, None, part]  # if None, the only query is at the last key
-        pieces.append(explicit_scores(folded[:, :, part], key, value, sinks, options, hidden=hidden, **given))
+        pieces.append(explicit_scores(folded[:, :, part], key, value, sinks, options, hidden=hidden, **score_kwargs))
     return torch.cat(pieces, dim=2).unflatten(1, (groups, heads))

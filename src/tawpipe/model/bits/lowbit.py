@@ -87,19 +87,19 @@ class FewBitsLinear(nn.Module):
         groups = codes.unflatten(1, (self.scales.shape[1], -1)).to(self.dtype)
         return groups.mul_((self.scales / 16)[..., None]).flatten(1)
 
-    def forward(self, given: Tensor) -> Tensor:
-        rows = given.reshape(-1, self.in_features)
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = inputs.reshape(-1, self.in_features)
         if not self.kernel or len(rows) > FEW:
-            return F.linear(given, self.matrix(), self.bias)
+            return F.linear(inputs, self.matrix(), self.bias)
         kernels = torch.ops.aten
         if self.form == "int8":
             output = kernels._weight_int8pack_mm(rows, self.codes, self.scales[:, 0])
-        elif given.device.type == "cpu":
+        elif inputs.device.type == "cpu":
             output = kernels._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales_and_zeros)
         else:
             output = kernels._weight_int4pack_mm(rows, self.packed, GROUP, self.scales_and_zeros)
         output = output if self.bias is None else output + self.bias
-        return output.view(*given.shape[:-1], self.out_features)
+        return output.view(*inputs.shape[:-1], self.out_features)
 
 
 def has_kernel(form: str, shape: Sequence[int], dtype: torch.dtype, device: str) -> bool:

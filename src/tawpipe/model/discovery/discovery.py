@@ -167,15 +167,15 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
             "the head may read what the last layer gives and its own parameters only",
         )
     for index, call in enumerate(tape.calls):
-        given = tree_leaves((call.args, call.kwargs))
-        masks = [leaf for leaf in given if isinstance(leaf, PackedMask)]
+        leaves = tree_leaves((call.args, call.kwargs))
+        masks = [leaf for leaf in leaves if isinstance(leaf, PackedMask)]
         if not masks and not alone and not states:
             raise ApartError(kind, f"layer {index} is not given a mask made by transformers' mask interface")
         if masks and all(mask.looks_ahead for mask in masks):
             raise unsupported(kind, NOT_CAUSAL)
         for mask in masks:
             mask.check()
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise unsupported(kind, f"layer {index} is given a trainable tensor besides the hidden states")
     mixing = _mixing(model, layers, tape.calls, tape.hidden) if states and not alone else ()
     _try_layers(model, layers, tape.calls, tape.hidden, mixing, counting, alone=alone)

@@ -68,12 +68,12 @@ def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> 
         UserError: it changes its parameters, its buffers or a tensor that other layers receive too, or it stores a
             tensor for its next call.
     """
-    given = hidden.clone()
-    version = given._version
+    hidden_copy = hidden.clone()
+    version = hidden_copy._version
     shared = [(leaf, leaf._version) for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     held, before = ValuesBefore(layer), plain_tensors(layer)
 
-    output = call(layer, given)
+    output = call(layer, hidden_copy)
 
     if any(tensor._version != earlier for tensor, earlier in shared):
         raise unsupported(name, "it changes a tensor in place that other layers are given too; make it copy first")
@@ -85,7 +85,7 @@ def first_call(layer: nn.Module, call: LayerCall, hidden: Tensor, name: str) -> 
             "another micro-batch, or to a recomputation",
         )
     # A model's own kernels may write without changing the version counter, so the values are compared as well.
-    return output, given._version != version or not _alike(given, hidden)
+    return output, hidden_copy._version != version or not _alike(hidden_copy, hidden)
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

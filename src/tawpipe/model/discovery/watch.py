@@ -183,7 +183,7 @@ class Counting(TorchDispatchMode):
     def __init__(self, own: Iterable[Tensor]) -> None:
         super().__init__()
         self._own = set(map(_storage, own))
-        self._given: set[int] = set()
+        self._inputs: set[int] = set()
         self._counted: set[int] = set()
         self._alive: list[Tensor] = []  # otherwise another tensor could get this storage
         self._inside = False
@@ -200,19 +200,19 @@ class Counting(TorchDispatchMode):
         self._alive += results
         if _is_shape_alone(name):
             return output
-        of_given = not read.isdisjoint(self._given)
+        from_inputs = not read.isdisjoint(self._inputs)
         counted = not read.isdisjoint(self._counted)
         if name.startswith(self.PICKS):
             # Counts that index the inputs (a router's tokens), and numbers that the inputs index, are not positions.
             picked = {_storage(leaf) for leaf in leaves if leaf.is_floating_point()}
-            counted = not (read - picked).isdisjoint(self._counted) and picked.isdisjoint(self._given)
-        if of_given:
-            self._given.update(map(_storage, results))
+            counted = not (read - picked).isdisjoint(self._counted) and picked.isdisjoint(self._inputs)
+        if from_inputs:
+            self._inputs.update(map(_storage, results))
         if not self._inside and (counted or self._counts(name, args, read, results)):
             # Booleans about pairs are left out: a mask computed from positions compares two tokens of one document.
             pairs = [t for t in results if t.dtype == torch.bool and t.shape.count(SAMPLE_TOKENS) != 1]
             self._counted.update(map(_storage, results) if not pairs else ())
-            self.has_counted |= of_given and any(tensor.is_floating_point() for tensor in results)
+            self.has_counted |= from_inputs and any(tensor.is_floating_point() for tensor in results)
         return output
 
     def _counts(self, name: str, args: Any, read: set[int], results: Sequence[Tensor]) -> bool:
@@ -220,7 +220,7 @@ class Counting(TorchDispatchMode):
         if name in ("aten::arange", "aten::linspace", "aten::lift_fresh"):
             return SAMPLE_TOKENS in results[0].shape
         if name == "aten::cumsum":
-            summed = read.isdisjoint(self._given) or not args[0].is_floating_point()
+            summed = read.isdisjoint(self._inputs) or not args[0].is_floating_point()
             return summed and results[0].shape[args[1] :][:1] == (SAMPLE_TOKENS,)
         if name == "aten::slice" and not read.isdisjoint(self._own) and len(args) > 1:
             return args[0].shape[args[1]] > results[0].shape[args[1]] == SAMPLE_TOKENS
@@ -241,7 +241,7 @@ class Counting(TorchDispatchMode):
     def give(self, *tensors: Tensor) -> None:
         """Record ``tensors`` as inputs of the code."""
         self._alive += tensors
-        self._given.update(map(_storage, tensors))
+        self._inputs.update(map(_storage, tensors))
 
     def hands_on(self, tensors: Iterable[Tensor]) -> bool:
         """Return True if floating-point numbers among ``tensors`` were computed from counted positions."""

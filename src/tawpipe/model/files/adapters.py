@@ -224,11 +224,11 @@ def _ends(name: str) -> list[str]:
     return [part.lower() for part in reversed(parts[-2:] if is_whole else parts[-1:])]
 
 
-def adapter_words(given: Any) -> str:
+def adapter_words(outer_model: Any) -> str:
     """Return a sentence about the modules that an adapter covers, or ``""`` for a model without adapter."""
-    if not (facts := adapter_facts(given)):
+    if not (facts := adapter_facts(outer_model)):
         return ""
-    model = given.get_base_model()
+    model = outer_model.get_base_model()
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "reset_lora_parameters")]
     ends = sorted({name.rpartition(".")[2] for name, _ in layers})
     kinds = [word for word, used in (("DoRA", facts["dora"]), ("rsLoRA", facts["rslora"])) if used]
@@ -241,12 +241,12 @@ def adapter_words(given: Any) -> str:
     return words + (f"; the experts ({experts}) are stored as one tensor each and get none" if experts else "")
 
 
-def adapter_facts(given: Any) -> dict[str, Any]:
+def adapter_facts(model: Any) -> dict[str, Any]:
     """Return the settings of a model's LoRA adapter, by name; empty for a model without adapter."""
-    configs = getattr(given, "peft_config", None)
+    configs = getattr(model, "peft_config", None)
     if configs is None:
         return {}
-    config = configs[given.active_adapter]
+    config = configs[model.active_adapter]
     names = config.target_modules
     return {
         "rank": config.r,
@@ -367,14 +367,14 @@ def _keys_on_disk(chain: Chain) -> dict[str, str]:
     """
     from peft import get_peft_model_state_dict
 
-    given: Any = chain.given
-    prefix = next(name for name, module in given.named_modules() if module is chain.model)
+    peft_model: Any = chain.outer_model
+    prefix = next(name for name, module in peft_model.named_modules() if module is chain.model)
     names = [name for name, _ in chain.model.named_parameters() if is_adapter(chain.model, name)]
     marks = {name: torch.empty(0, device="meta") for name in names}
     state = get_peft_model_state_dict(
-        given,
+        peft_model,
         {f"{prefix}.{name}": mark for name, mark in marks.items()},
-        adapter_name=given.active_adapter,
+        adapter_name=peft_model.active_adapter,
         save_embedding_layers=False,
     )
     keys = {id(mark): key for key, mark in state.items()}

@@ -183,9 +183,9 @@ def _config(chain: Chain, base: Path | None, dtype: torch.dtype, *, both_forms: 
 def _reads_as(config: Any, folder: Path) -> bool:
     """Return True if the config in ``folder``, read by transformers, equals ``config``."""
     both = type(config).from_pretrained(folder), config
-    read, given = (json.loads(each.to_json_string(use_diff=False)) for each in both)
+    read, expected = (json.loads(each.to_json_string(use_diff=False)) for each in both)
     other = {*_OF_THE_WRITER, "quantization_config", "base_model"}
-    return all(read.get(key) == value for key, value in given.items() if key not in other)
+    return all(read.get(key) == value for key, value in expected.items() if key not in other)
 
 
 def _generation(chain: Chain, base: Path | None, ends: Sequence[int]) -> dict[str, Any]:
@@ -221,8 +221,8 @@ def _write_code(chain: Chain, base: Path | None, folder: Path) -> None:
 
 def _save_adapter_config(chain: Chain, folder: Path) -> None:
     """Write the config of the active adapter into ``folder``, in inference mode."""
-    given: Any = chain.given
-    config = deepcopy(given.peft_config[given.active_adapter])
+    peft_model: Any = chain.outer_model
+    config = deepcopy(peft_model.peft_config[peft_model.active_adapter])
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or chain.config.name_or_path or None
     config.save_pretrained(folder)

@@ -167,7 +167,7 @@ def carry(
 
 def is_adapter_alone(chain: Chain, merge: bool) -> bool:
     """Return True if a model is exported as an adapter folder: it has an adapter, which is not merged."""
-    return getattr(chain.given, "peft_config", None) is not None and not merge
+    return getattr(chain.outer_model, "peft_config", None) is not None and not merge
 
 
 def few_bits_of(chain: Chain, format: str, dtype: torch.dtype, *, adapter: bool) -> FewBitsFolder | None:
@@ -299,10 +299,10 @@ def _groups(chain: Chain) -> tuple[list[Conversion], Callable[[str], str]]:
         return rename_source_key(name, renamings, [])[0]
 
     groups: dict[str, Conversion] = {}
-    for given, _ in chain.model.named_parameters():
-        if is_adapter(chain.model, given):
+    for full_name, _ in chain.model.named_parameters():
+        if is_adapter(chain.model, full_name):
             continue
-        name = base_name(given)
+        name = base_name(full_name)
         target, pattern = rename_source_key(name, [], converters)
         if pattern is None:
             target, pattern = renamed(name), name
@@ -320,8 +320,8 @@ def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tupl
     """
     from peft import get_peft_model_state_dict
 
-    given: Any = chain.given
-    prefix = next(name for name, module in given.named_modules() if module is chain.model)
+    peft_model: Any = chain.outer_model
+    prefix = next(name for name, module in peft_model.named_modules() if module is chain.model)
     names = {
         name: f"{prefix}.{name}"
         for name, parameter in chain.model.named_parameters()
@@ -333,7 +333,7 @@ def _adapter_tensors(chain: Chain, get_parameter: GetParameter) -> Iterator[tupl
             yield name, None
             continue
         state = get_peft_model_state_dict(
-            given, {full: value}, adapter_name=given.active_adapter, save_embedding_layers=False
+            peft_model, {full: value}, adapter_name=peft_model.active_adapter, save_embedding_layers=False
         )
         if not state and not is_adapter(chain.model, name):
             raise unsupported(

@@ -15,9 +15,9 @@ from tawpipe.model.units import Unit
 from tawpipe.model.weights import base_name, canonical_names, is_adapter
 
 
-def refuse_unmergeable(given: nn.Module) -> None:
+def refuse_unmergeable(outer_model: nn.Module) -> None:
     """Raise UserError if a model has no LoRA adapter, or has one that cannot be merged into its weights."""
-    model = inner_model(given)
+    model = inner_model(outer_model)
     setting = "merge"
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "reset_lora_parameters")}
     if not layers:
@@ -48,7 +48,7 @@ class Merged:
     """
 
     def __init__(self, chain: Chain, get_parameter: Callable[[str], Tensor | None]) -> None:
-        refuse_unmergeable(chain.given)
+        refuse_unmergeable(chain.outer_model)
         self._model, self._get = chain.model, get_parameter
         self._names = {base_name(n): n for n in canonical_names(chain.model) if not is_adapter(chain.model, n)}
         self._units = {slot.name: unit for unit in chain.units for slot in unit.slots}

@@ -447,8 +447,12 @@ def conversion(source: str, folder: str, **how: object) -> str:
         folder: folder to write to.
         how: further arguments of ``from_pretrained``.
     """
-    given = "".join(f", {name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in how.items())
+    options = "".join(
+        f", {name}={json.dumps(value) if isinstance(value, str) else value}" for name, value in how.items()
+    )
     kinds = ["AutoModelForCausalLM"] + ["AutoTokenizer"] * (source != folder)
     parts = [f"from transformers import {', '.join(kinds)}"]
-    parts += [f"{k}.from_pretrained({json.dumps(source)}{given}).save_pretrained({json.dumps(folder)})" for k in kinds]
+    parts += [
+        f"{k}.from_pretrained({json.dumps(source)}{options}).save_pretrained({json.dumps(folder)})" for k in kinds
+    ]
     return f"python -c {shlex.quote('; '.join(parts))}"

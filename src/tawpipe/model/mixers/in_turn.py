@@ -82,7 +82,7 @@ class CallsInTurn(LayerCall):
 
         Hidden states are [b, S, H], in and out."""
         parts = zip(self.args, self.groups.split(hidden), strict=True)
-        return self.groups.join([LayerCall(*given)(layer, part) for given, part in parts], hidden.shape)
+        return self.groups.join([LayerCall(*arguments)(layer, part) for arguments, part in parts], hidden.shape)
 
 
 def embed_in_turn(

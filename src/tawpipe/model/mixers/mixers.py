@@ -114,8 +114,8 @@ class Mixer(nn.Module):
         call = _call.get()
         if call is None or (call.chunk is None and len(call.documents.spans) == call.documents.rows):
             return run(*args, **kwargs)
-        hidden, given = LayerCall.take(args, kwargs)
-        pieces = OnPieces(self, run, given, call)
+        hidden, layer_call = LayerCall.take(args, kwargs)
+        pieces = OnPieces(self, run, layer_call, call)
         output = pieces(hidden)
         key = type(self), hidden.dtype, call.chunk is None
         if key not in call.checked and not hidden.is_meta:
@@ -166,12 +166,12 @@ class OnPieces:
     Args:
         mixer: the mixer.
         run: its own forward pass.
-        given: arguments of the call.
+        layer_call: arguments of the call.
         call: the layer's call, with documents and chunk.
     """
 
-    def __init__(self, mixer: nn.Module, run: Callable[..., Any], given: LayerCall, call: RowCall) -> None:
-        self._mixer, self._run, self._given = mixer, run, given
+    def __init__(self, mixer: nn.Module, run: Callable[..., Any], layer_call: LayerCall, call: RowCall) -> None:
+        self._mixer, self._run, self._layer_call = mixer, run, layer_call
         self._chunk, self._name = call.chunk, cache_argument(mixer)
         self._pieces = pieces_of(call.documents, call.chunk)
         self._arrived = call.chunk.arrived.get(mixer, {}) if call.chunk else {}
@@ -188,13 +188,13 @@ class OnPieces:
             fill: value of the padding behind shorter pieces.
         """
         groups = Groups.by(map(self._kind, self._pieces), [piece.length for piece in self._pieces])
-        leaves, form = tree_flatten((self._given.args, self._given.kwargs))
+        leaves, form = tree_flatten((self._layer_call.args, self._layer_call.kwargs))
         split = [groups.split(leaf) if _along_tokens(leaf, hidden) else None for leaf in leaves]
         outputs = []
         for place, (numbers, part) in enumerate(zip(groups.numbers, groups.split(hidden, fill), strict=True)):
             values = [leaf if parts is None else parts[place] for leaf, parts in zip(leaves, split, strict=True)]
-            given = LayerCall(*tree_unflatten(values, form))
-            outputs.append(self._on_group([self._pieces[number] for number in numbers], part, given))
+            layer_call = LayerCall(*tree_unflatten(values, form))
+            outputs.append(self._on_group([self._pieces[number] for number in numbers], part, layer_call))
         return groups.join(outputs, hidden.shape)
 
     def _kind(self, piece: Piece) -> Hashable:
@@ -206,7 +206,7 @@ class OnPieces:
         size = piece.length if piece.leaves else (piece.length - 1).bit_length()
         return piece.arrives, after_token, piece.leaves, size
 
-    def _on_group(self, pieces: Sequence[Piece], part: Tensor, given: LayerCall) -> Tensor:
+    def _on_group(self, pieces: Sequence[Piece], part: Tensor, layer_call: LayerCall) -> Tensor:
         """Run the mixer on the pieces of one group, [n, L, H]; pass states in, and store states for the next chunk."""
         length, leaves = part.shape[1], pieces[0].leaves
         before: State = {}
@@ -217,7 +217,7 @@ class OnPieces:
             part = torch.cat([token, part], dim=1)
         alone = leaves and not before and part.shape[1] == 1
         carrier = Carrier(before) if before or (leaves and not alone) else None
-        output = self._call(F.pad(part, (0, 0, 0, 1)) if carrier and part.shape[1] == 1 else part, given, carrier)
+        output = self._call(F.pad(part, (0, 0, 0, 1)) if carrier and part.shape[1] == 1 else part, layer_call, carrier)
         if leaves:
             assert self._chunk is not None
             after = {TOKEN: part.clone()} if alone or carrier is None else carrier.after
@@ -227,20 +227,20 @@ class OnPieces:
         first = int(token is not None)
         return output[:, first : first + length]
 
-    def _call(self, part: Tensor, given: LayerCall, carrier: Carrier | None) -> Tensor:
+    def _call(self, part: Tensor, layer_call: LayerCall, carrier: Carrier | None) -> Tensor:
         """Call the mixer's own forward pass without an attention mask, and return its output.
 
         Args:
             part: hidden states of some pieces, [n, L, H].
-            given: all other arguments.
+            layer_call: all other arguments.
             carrier: replacement for the mixer's cache, or None to leave that argument unchanged.
         """
-        kwargs = {**given.kwargs, MASK: None} if MASK in given.kwargs else dict(given.kwargs)
+        kwargs = {**layer_call.kwargs, MASK: None} if MASK in layer_call.kwargs else dict(layer_call.kwargs)
         if carrier is not None:
             assert self._name is not None
             kwargs[self._name] = carrier
-        args = (part, *given.args[1:])
-        if not given.args:
+        args = (part, *layer_call.args[1:])
+        if not layer_call.args:
             args, kwargs[HIDDEN] = (), part
         output = self._run(*args, **kwargs)
         self.results = len(output) if isinstance(output, tuple) else 0
@@ -261,12 +261,12 @@ class OnPieces:
             return
         tokens = hidden.flatten(0, 1)
         row = tokens[torch.arange(TRIED, device=hidden.device) % len(tokens)][None]
-        arguments = self._given.args, self._given.kwargs
-        given = LayerCall(*tree_map(lambda leaf: None if _along_tokens(leaf, hidden) else leaf, arguments))
+        arguments = self._layer_call.args, self._layer_call.kwargs
+        layer_call = LayerCall(*tree_map(lambda leaf: None if _along_tokens(leaf, hidden) else leaf, arguments))
         first = Carrier()
-        parts = [self._call(row[:, : TRIED // 2], given, first)]
-        parts.append(self._call(row[:, TRIED // 2 :], given, Carrier(first.after)))
-        if not _alike(self._call(row, given, None), torch.cat(parts, dim=1), STATE_ROUNDING):
+        parts = [self._call(row[:, : TRIED // 2], layer_call, first)]
+        parts.append(self._call(row[:, TRIED // 2 :], layer_call, Carrier(first.after)))
+        if not _alike(self._call(row, layer_call, None), torch.cat(parts, dim=1), STATE_ROUNDING):
             raise unsupported(name, f"it {GOES_ON_WRONGLY}; {WHOLE}")
 
 

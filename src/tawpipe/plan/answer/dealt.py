@@ -132,7 +132,7 @@ class DealReport:
         work = request.of(good[0].step).profile.work if good and good[0].step else request.profile.work
         cap, local = request.sequence_length, request.topology.local_size
         sizes = [n for n in range(1, local + 1) if local % n == 0 and (n == 1 or request.profile.shares)]
-        sizes = [given] if (given := request.settings.sequence_ranks) else sizes
+        sizes = [chosen_ranks] if (chosen_ranks := request.settings.sequence_ranks) else sizes
         least = next((n for n in sizes if cap * n >= lengths.longest), sizes[-1])
         world, speeds = request.topology.world_size, speeds_of(request.settings, request.topology)
 

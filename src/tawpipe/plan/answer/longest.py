@@ -128,7 +128,9 @@ HEAD = (
     "limited by",
     "settings",
 )
-GIVEN = "One document per row, one row at a time; recompute full, micro_batches_per_visit 1, and the settings below."
+ASSUMPTIONS = (
+    "One document per row, one row at a time; recompute full, micro_batches_per_visit 1, and the settings below."
+)
 
 
 @dataclass(frozen=True)
@@ -292,8 +294,8 @@ class _Lean:
             bool(chunk): request.model.num_layers if relieved(request, strategy, chunk=chunk) else 0 for chunk in (0, 1)
         }
         """Most layers that can be offloaded, by whether rows run in chunks."""
-        given = request.settings.sequence_chunk
-        self.chunks = (0, *reversed(request.chunks)) if given is None else (given,)
+        chunk_size = request.settings.sequence_chunk
+        self.chunks = (0, *reversed(request.chunks)) if chunk_size is None else (chunk_size,)
         """Chunk sizes to try: whole rows (0) first, then chunks, the largest first."""
         settings = replace(request.settings, strategy=strategy.name, recompute="full", **LEAN)
         self._first = request.step(settings, strategy)

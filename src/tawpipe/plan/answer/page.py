@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.plan.answer.longest import GIVEN, HEAD, Longest, LongestRow
+from tawpipe.plan.answer.longest import ASSUMPTIONS, HEAD, Longest, LongestRow
 from tawpipe.plan.cost.predict import Prediction, memory_quickly, predict
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.candidate import GAIN, Candidate
@@ -195,7 +195,7 @@ def _longest_sections(longest: Longest) -> Iterator[Section]:
     best, limit = longest.best, longest.request.memory_bytes / 2**30
     marked = [i for i, row in enumerate(longest.rows) if row is best]
     table = Table(HEAD, [row.cells() for row in longest.rows], marked)
-    words = ". ".join(filter(None, (longest.reason, GIVEN)))
+    words = ". ".join(filter(None, (longest.reason, ASSUMPTIONS)))
     yield Section(best.strategy if best else "Nothing fits", words, table)
     if best is None:
         return

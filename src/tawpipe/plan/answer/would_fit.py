@@ -99,8 +99,8 @@ class WouldFit:
                 request = self.ask(_with(self.config, changes))
             except Exception:  # not for this model, or measuring it needs more memory than is free
                 continue
-            given = {name: getattr(self.request, name) for name in ("machine", "memory_bytes", "system_bytes")}
-            yield (*changes, UNCLIPPED) if early else changes, replace(request, **given)
+            machine_values = {name: getattr(self.request, name) for name in ("machine", "memory_bytes", "system_bytes")}
+            yield (*changes, UNCLIPPED) if early else changes, replace(request, **machine_values)
 
     def _smaller(self, changes: tuple[Change, ...], request: PlanRequest) -> Iterator[WayOut]:
         """Yield smaller batches that fit, each with one number halved until some strategy fits.

@@ -256,7 +256,7 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
             settings=settings,
             system_bytes=system_bytes,
             communicator_bytes=communicator_bytes,
-            drops=_drops(chain.config) or bool(adapter_facts(chain.given).get("dropout")),
+            drops=_drops(chain.config) or bool(adapter_facts(chain.outer_model).get("dropout")),
             needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
             why_not_staged=chain.why_not_staged,
             dealt=tuple(asked.dealt),

@@ -105,8 +105,8 @@ def _weigh(bench: Bench, block: int, lengths: Sequence[int]) -> dict[str, float]
             with torch.set_grad_enabled(case.spec.needs_backward):
                 bench.head(case)  # the first run allocates what later chunks reuse
                 (once,) = _steady([partial(bench.head, case)], bench.device)
-            given = case.hidden.nbytes if case.spec.needs_backward else 0
-            return {"backward full": once.most - given}
+            gradient = case.hidden.nbytes if case.spec.needs_backward else 0
+            return {"backward full": once.most - gradient}
         return _weigh_embedding(bench, case)
 
 
@@ -234,7 +234,7 @@ def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str,
     Kept bytes are the results of attention or the states of mixers. The gradient of the input overwrites the gradient
     of the output."""
     with bench.case(block, (tokens,), in_chunks=True) as case:
-        layer, held, given = bench.layer_in_chunks(block, case, size), list[Any](), case.hidden.nbytes
+        layer, held, hidden_bytes = bench.layer_in_chunks(block, case, size), list[Any](), case.hidden.nbytes
         wanted, weighed = block > bench.chain.spec.first_backward, dict[str, float]()
         gradient = case.hidden.clone()
 
@@ -255,11 +255,11 @@ def _weigh_chunks(bench: Bench, block: int, tokens: int, size: int) -> dict[str,
                 [lambda make=make: forward(make()), lambda: held.pop(0), backward, held.clear], bench.device
             )
             kept = left.after if name == "selective" else 0
-            weighed[f"forward {name}"] = first.most - given - kept
+            weighed[f"forward {name}"] = first.most - hidden_bytes - kept
             if name == "selective":
                 weighed["kept"] = kept
             if bench.chain.blocks[block].needs_backward:
-                weighed[f"backward {name}"] = back.most - back.before - (given if wanted else 0)
+                weighed[f"backward {name}"] = back.most - back.before - (hidden_bytes if wanted else 0)
     return weighed
 
 

@@ -125,12 +125,12 @@ class PlanRequest:
             UserError: a document is too long for a packed micro-batch.
         """
         ranks, topology = self.settings.sequence_ranks or 1, self.topology
-        given = {"work": self.deals_by, "windows": self.profile.windows, "cap": self.sequence_length // ranks}
+        arguments = {"work": self.deals_by, "windows": self.profile.windows, "cap": self.sequence_length // ranks}
         if isinstance(strategy, ActivationPipeline):
             laid_out = {"strategy": strategy, "model": self.model, "topology": topology}
-            return typical_of_pipelines(self.dealt, **given, **laid_out, cuts=self.cuts)
+            return typical_of_pipelines(self.dealt, **arguments, **laid_out, cuts=self.cuts)
         speeds = speeds_of(self.settings, topology)
-        return typical_of_ranks(self.dealt, **given, world_size=topology.world_size, ranks=ranks, speeds=speeds)
+        return typical_of_ranks(self.dealt, **arguments, world_size=topology.world_size, ranks=ranks, speeds=speeds)
 
     def mean_bin(self, positions: int) -> tuple[int, MicroBatchSize]:
         """Return (approximate number of packed micro-batches of a step, mean size of one), for pipelines.
@@ -138,8 +138,8 @@ class PlanRequest:
         Args:
             positions: ranks of one pipeline.
         """
-        given = {"cap": self.sequence_length, "windows": self.profile.windows}
-        return mean_bin(self.dealt, pipelines=self.topology.world_size // positions, positions=positions, **given)
+        arguments = {"cap": self.sequence_length, "windows": self.profile.windows}
+        return mean_bin(self.dealt, pipelines=self.topology.world_size // positions, positions=positions, **arguments)
 
     @cached_property
     def deals_by(self) -> LayerTime:
@@ -152,8 +152,8 @@ class PlanRequest:
     @property
     def chunks(self) -> tuple[int, ...]:
         """Chunk sizes, in tokens, that a plan may choose, ascending; empty if rows must stay whole."""
-        given = self.settings.sequence_chunk
-        sizes = CHUNKS if given is None else (given,)
+        chunk = self.settings.sequence_chunk
+        sizes = CHUNKS if chunk is None else (chunk,)
         return tuple(size for size in sizes if 0 < size < self.sequence_length) if self.profile.in_chunks else ()
 
     @property
@@ -180,8 +180,8 @@ class PlanRequest:
         """Values of ``host_homes`` that a plan may choose, the one with the least host memory first.
 
         Only the given value if the setting is given. Only ``none`` where device and host share one memory."""
-        given = self.settings.host_homes
-        return (given,) if given else ("none", "state", "all") if self.has_host else ("none",)
+        level = self.settings.host_homes
+        return (level,) if level else ("none", "state", "all") if self.has_host else ("none",)
 
     def with_homes(self, level: str) -> PlanRequest:
         """Return the request with ``host_homes`` set to ``level``."""
@@ -194,9 +194,9 @@ class PlanRequest:
         size, profile = step.settings.sequence_chunk or 0, self.profile
         if 0 < size < self.sequence_length and profile.in_chunks:
             profile = profile.cut(size * self.micro_batch)
-        given = replace(self.settings, sequence_chunk=size, offload_dir=step.settings.offload_dir)
+        settings = replace(self.settings, sequence_chunk=size, offload_dir=step.settings.offload_dir)
         typical = self.dealt_by(step.strategy).numbered(step.slices) if self.dealt else None
-        return replace(self, profile=profile, settings=given, typical=typical)
+        return replace(self, profile=profile, settings=settings, typical=typical)
 
     def in_chunks(self, size: int) -> dict[str, Any]:
         """Return the settings for rows in chunks of ``size`` tokens, or for whole rows if ``size`` is 0.

@@ -102,11 +102,11 @@ def typical_documents(steps: Iterable[Sequence[int]], longest: int, work: LayerT
     >>> typical_documents([[1, 9], [4, 4], [6, 5]], 9, LayerTime((LayerKind(1, 1.0, 0.0),)))
     (1, 9)
     """
-    given = [list(lengths) for lengths in steps]
-    mean = fmean(sum(map(work.of, lengths)) for lengths in given)
-    for lengths in given:
+    step_lengths = [list(lengths) for lengths in steps]
+    mean = fmean(sum(map(work.of, lengths)) for lengths in step_lengths)
+    for lengths in step_lengths:
         lengths[lengths.index(max(lengths))] = max(*lengths, longest)
-    return tuple(min(given, key=lambda lengths: abs(sum(map(work.of, lengths)) - mean)))
+    return tuple(min(step_lengths, key=lambda lengths: abs(sum(map(work.of, lengths)) - mean)))
 
 
 def slices_in(shares: Iterable[tuple[int, ...]], typical: TypicalStep) -> tuple[tuple[int, ...], ...]:
@@ -183,7 +183,7 @@ def typical_of_pipelines(
     """
     shape = strategy.shape(model, topology)
     layout, costs = shape.layout, shape.costs
-    given = {
+    arguments = {
         "layout": layout,
         "costs": costs,
         "order_of": shape.order_of,
@@ -191,7 +191,7 @@ def typical_of_pipelines(
         "cap": cap,
         "work": work,
     }
-    bins = deal_to_pipelines(lengths, pipelines=shape.positions.replicas, **given, cuts=LONG if cuts else None)
+    bins = deal_to_pipelines(lengths, pipelines=shape.positions.replicas, **arguments, cuts=LONG if cuts else None)
     count, slices = len(bins.single), bins.slices or ((),) * bins.world_size
     lanes = [bins.of(pipeline) for pipeline in range(bins.world_size)]
     times = [sum(map(bins.time, lane)) for lane in lanes]

@@ -102,9 +102,9 @@ def devices_from(content: Mapping[str, Any], nodes: Sequence[int], where: str) -
         kinds[str(name)] = device_from({**(content.get("device") or {}), **values}, at)
     processes, known = sum(nodes), ", ".join(kinds)
     if not isinstance(names, list) or len(names) not in (len(nodes), processes):
-        given = f"{len(names)} names" if isinstance(names, list) else names
+        value = f"{len(names)} names" if isinstance(names, list) else names
         expected = f"a list of {len(nodes)} names, of every node, or of {processes}, of every process: {known}"
-        raise UserError(f"{where}: device_of", given, expected)
+        raise UserError(f"{where}: device_of", value, expected)
     for name in names:
         if str(name) not in kinds:
             raise UserError(f"{where}: device_of", name, f"one of devices: {known}")

@@ -221,8 +221,8 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
         if not _whole(node, 0) or node >= len(nodes):
             raise UserError(f"{where}: between_of", node, f"a node, 0 to {len(nodes) - 1}")
         if isinstance(link, Mapping):
-            given = any(name in link for name in _RATES)
-            base = {k: v for k, v in (content.get("between") or {}).items() if not given or k not in _RATES}
+            has_rate = any(name in link for name in _RATES)
+            base = {k: v for k, v in (content.get("between") or {}).items() if not has_rate or k not in _RATES}
             link = {**base, **link}
         of[node] = _link(link, f"{where}: between_of: {node}")
     free, device = LinkModel(math.inf), device_from(content.get("device") or {}, f"{where}: device")
@@ -253,20 +253,20 @@ def _link(values: Any, where: str) -> LinkModel:
         UserError: a value is unknown or invalid.
     """
     check_mapping(values, (*_RATES, "latency_us", "full_duplex", "shared"), where)
-    given = [name for name in _RATES if name in values]
-    if len(given) > 1:
-        raise UserError(where, ", ".join(given), f"one of {', '.join(_RATES)}")
-    rate = values[given[0]] if given else math.inf
+    rate_names = [name for name in _RATES if name in values]
+    if len(rate_names) > 1:
+        raise UserError(where, ", ".join(rate_names), f"one of {', '.join(_RATES)}")
+    rate = values[rate_names[0]] if rate_names else math.inf
     latency = values.get("latency_us", 0)
-    if given and (not is_number(rate, least=0) or rate == 0):
-        raise UserError(f"{where}: {given[0]}", rate, "a number above 0")
+    if rate_names and (not is_number(rate, least=0) or rate == 0):
+        raise UserError(f"{where}: {rate_names[0]}", rate, "a number above 0")
     if not is_number(latency, least=0):
         raise UserError(f"{where}: latency_us", latency, "a number, 0 or more")
     for name in ("full_duplex", "shared"):
         if not isinstance(values.get(name, True), bool):
             raise UserError(f"{where}: {name}", values[name], "true or false")
     return LinkModel(
-        rate * (_RATES[given[0]] if given else 1.0),
+        rate * (_RATES[rate_names[0]] if rate_names else 1.0),
         latency / 1e6,
         full_duplex=values.get("full_duplex", True),
         shared=values.get("shared", True),

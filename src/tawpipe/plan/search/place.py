@@ -88,8 +88,8 @@ def find_homes(request: PlanRequest, step: StepSpec) -> Homes | None:
         ways[ONE_BY_ONE] = moved
     seconds = {name: task.seconds(homes) for name, homes in ways.items()}
     best = min(ways, key=lambda name: seconds[name])
-    given = best != IN_TURN or bool(request.absent)
-    return Homes(task.spelled(ways[best]) if given else (), seconds)
+    needs_homes = best != IN_TURN or bool(request.absent)
+    return Homes(task.spelled(ways[best]) if needs_homes else (), seconds)
 
 
 def homes_by_memory(request: PlanRequest, step: StepSpec) -> tuple[int, ...]:

@@ -85,11 +85,11 @@ def codings(request: PlanRequest) -> list[dict[str, str]]:
     Left out are those that the user has set or that cannot work here. The list is empty on one node."""
     if request.topology.num_nodes == 1:
         return []
-    given = request.settings
+    settings = request.settings
     weights = [{"weights_compression": "exact"}]
-    if given.weights_compression != "none" or request.widths.weight != 2:
+    if settings.weights_compression != "none" or request.widths.weight != 2:
         weights = []
-    if given.gradients_compression != "none" or request.widths.gradient > 4 or request.on_cuda:
+    if settings.gradients_compression != "none" or request.widths.gradient > 4 or request.on_cuda:
         return weights
     gradients = {"gradients_compression": "exact"}
     return [*weights, gradients, *(option | gradients for option in weights)]

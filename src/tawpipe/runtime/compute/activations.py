@@ -65,9 +65,13 @@ class WaitingGraph:
 class LayerRunner(Protocol):
     """Interface of the module that computes layers of a micro-batch: ``layer``, ``cut_layer`` or ``sliced``."""
 
-    def forward(self, blocks: Any, action: Action, held: DeviceBatch, given: StepInput, before: Any, /) -> None: ...
+    def forward(
+        self, blocks: Any, action: Action, held: DeviceBatch, step_input: StepInput, before: Any, /
+    ) -> None: ...
 
-    def backward(self, blocks: Any, action: Action, held: DeviceBatch, given: StepInput, /, *, wanted: bool) -> Any: ...
+    def backward(
+        self, blocks: Any, action: Action, held: DeviceBatch, step_input: StepInput, /, *, wanted: bool
+    ) -> Any: ...
 
 
 @dataclass

@@ -88,23 +88,23 @@ class Blocks:
         """Return the input of the action's block: a tensor, a kept graph, or rows outside the device."""
         return self.held.inputs[next(row for row in action.reads if row.kind in ROWS)]
 
-    def dealt(self, given: StepInput, m: int) -> tuple[MicroBatch, SetTokens | None]:
+    def dealt(self, step_input: StepInput, m: int) -> tuple[MicroBatch, SetTokens | None]:
         """Return micro-batch ``m``, and the assignment of its tokens to the ranks of a context-parallel group.
 
         For a document slice, the micro-batch holds only the slice. The second value is None if this rank computes all
         tokens.
         """
-        batch = given.micro_batches[m]
-        if (part := given.slices.get(m)) is not None:
+        batch = step_input.micro_batches[m]
+        if (part := step_input.slices.get(m)) is not None:
             return batch.tokens_at(((part.begin, part.end),)), None
-        if self.sequence_ranks == 1 or not given.is_shared(m):
+        if self.sequence_ranks == 1 or not step_input.is_shared(m):
             return batch, None
         row = batch.in_one_row()
-        return row, SetTokens(row.lengths, self.sequence_ranks, given.place)
+        return row, SetTokens(row.lengths, self.sequence_ranks, step_input.place)
 
-    def shape(self, given: StepInput, m: int) -> tuple[int, ...]:
+    def shape(self, step_input: StepInput, m: int) -> tuple[int, ...]:
         """Return the number of rows and of tokens per row of micro-batch ``m`` that this rank computes."""
-        batch, dealt = self.dealt(given, m)
+        batch, dealt = self.dealt(step_input, m)
         return (1, sum(end - begin for begin, end in dealt.own)) if dealt else tuple(batch.input_ids.shape)
 
     def defers(self, block: int) -> DeferredProducts:
@@ -115,14 +115,14 @@ class Blocks:
         """Return the name of the action's block and model, for messages."""
         return f"{self.chain.block_name(action.block)} of {self.chain.name}"
 
-    def drawing(self, action: Action, given: StepInput, forward: Callable[[], T]) -> T:
+    def drawing(self, action: Action, step_input: StepInput, forward: Callable[[], T]) -> T:
         """Call ``forward`` with the random numbers of the action's block and micro-batch, and return its result."""
-        return self.random.run(self.state(action), self.seed(action, given), forward)
+        return self.random.run(self.state(action), self.seed(action, step_input), forward)
 
     def state(self, action: Action) -> tuple[int, bool]:
         """Return the key under which the first run of a block is recorded: its index, and True in training."""
         return action.block, self.chain.model.training
 
-    def seed(self, action: Action, given: StepInput) -> int:
+    def seed(self, action: Action, step_input: StepInput) -> int:
         """Return the seed of a block and micro-batch in this step, equal on every rank and for every recomputation."""
-        return seed_of(given.seed or 0, given.step, action.micro_batch, action.block)
+        return seed_of(step_input.seed or 0, step_input.step, action.micro_batch, action.block)

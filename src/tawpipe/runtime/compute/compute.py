@@ -34,16 +34,16 @@ class Compute(Blocks):
         No graph is kept, unless the action writes one. The embedding keeps its graph if its backward pass needs no
         weights.
         """
-        kind, m, given = self.spec.blocks[action.block].kind, action.micro_batch, frame.given
+        kind, m, step_input = self.spec.blocks[action.block].kind, action.micro_batch, frame.inputs
         self.bind(action, frame.buffers)
         before = sums_when_new(self, action) if kind != "head" else None
         held = self.held.batches[context(m)] if kind != "embedding" else None
         if held is None:
-            embedding.forward(self, action, given, before)
+            embedding.forward(self, action, step_input, before)
         elif kind == "head":
-            head.forward(self, action, held, given)
+            head.forward(self, action, held, step_input)
         else:
-            held.runner.forward(self, action, held, given, before)
+            held.runner.forward(self, action, held, step_input, before)
         self.release(action)
 
     def backward(self, action: Action, frame: Frame[StepInput]) -> None:
@@ -52,7 +52,7 @@ class Compute(Blocks):
         The gradient of the block's input is kept if the action writes it. The graph is the one that was kept, or the
         block is recomputed. BACKWARD_INPUT, for layers on whole rows, leaves out the weight gradients of matrix
         products, and keeps what they are computed from."""
-        kind, b, m, given = self.spec.blocks[action.block].kind, action.block, action.micro_batch, frame.given
+        kind, b, m, step_input = self.spec.blocks[action.block].kind, action.block, action.micro_batch, frame.inputs
         self.bind(action, frame.buffers)
         held = self.held.batches[context(m)]
         in_chunks = kind == "layer" and (self.sequence_chunk > 0 or held.dealt is not None)
@@ -60,11 +60,11 @@ class Compute(Blocks):
         units = self._collect(action, frame.buffers, in_chunks=in_chunks)
         wanted, gradient = input_gradient(m, b) in action.writes, None
         if kind == "head":
-            gradient = head.backward(self, action, held, given, wanted=wanted)
+            gradient = head.backward(self, action, held, step_input, wanted=wanted)
         elif kind == "layer":
-            gradient = held.runner.backward(self, action, held, given, wanted=wanted)
+            gradient = held.runner.backward(self, action, held, step_input, wanted=wanted)
         else:
-            embedding.backward(self, action, held, given)
+            embedding.backward(self, action, held, step_input)
         if wanted:
             assert gradient is not None
             self.held.gradients[input_gradient(m, b)] = gradient
@@ -101,18 +101,18 @@ class Compute(Blocks):
         """Run PREPARE: make and keep the arguments of layers apart from their input.
 
         It runs on a rank without the embedding, which therefore computes them itself."""
-        m, given = action.micro_batch, frame.given
-        batch, part = self.dealt(given, m)[0].to(self.chain.device), given.slices.get(m)
+        m, step_input = action.micro_batch, frame.inputs
+        batch, part = self.dealt(step_input, m)[0].to(self.chain.device), step_input.slices.get(m)
         # This runs the embedding side with the random numbers that it has on the embedding's rank.
-        make = partial(self.chain.calls, batch) if part is None else partial(sliced.calls_of, self, given, m, part)
-        calls = self.drawing(replace(action, block=0), given, make)
+        make = partial(self.chain.calls, batch) if part is None else partial(sliced.calls_of, self, step_input, m, part)
+        calls = self.drawing(replace(action, block=0), step_input, make)
         runner = embedding.runner_of(self, None, part)
         self.held.batches[context(m)] = DeviceBatch(batch, batch, None, calls, runner, None, part)
 
     def keys(self, action: Action, frame: Frame[StepInput]) -> None:
         """Run KEYS: compute this rank's keys and values of a layer, and keep them for ``keys_together``."""
         self.bind(action, frame.buffers)
-        cut_layer.make_keys(self, action, frame.given)
+        cut_layer.make_keys(self, action, frame.inputs)
         self.release(action)
 
     def keys_together(self, action: Action, frame: Frame[StepInput]) -> None:
@@ -134,18 +134,18 @@ class Compute(Blocks):
         """Run KEYS_BACKWARD: the backward pass of this rank's keys and values, adding to weight and input gradients."""
         self.bind(action, frame.buffers)
         units = self._collect(action, frame.buffers, in_chunks=True, accumulate=True)
-        cut_layer.keys_backward(self, action, frame.given)
+        cut_layer.keys_backward(self, action, frame.inputs)
         for unit in units:
             self.chain.finish_collect(unit)
         self.release(action)
 
     def travel(self, action: Action, frame: Frame[StepInput]) -> None:
         """Run an EXCHANGE of activations, in the lane of a direction between two ranks."""
-        moves.travel(self, action, frame.transport, frame.given)
+        moves.travel(self, action, frame.transport, frame.inputs)
 
     def room_for(self, action: Action, frame: Frame[StepInput]) -> dict[Buffer, Tensor]:
         """Return new tensors for the activations that an EXCHANGE receives."""
-        return moves.room_for(self, action, frame.given)
+        return moves.room_for(self, action, frame.inputs)
 
     def offload(self, action: Action, frame: Frame[StepInput]) -> None:
         """Run OFFLOAD: copy an activation into pinned CPU memory.

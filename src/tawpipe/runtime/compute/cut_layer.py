@@ -22,7 +22,9 @@ from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import KEPT, OUTSIDE, Buffer, context, input_gradient, key_gradients, keys
 
 
-def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, before: list[Tensor] | None) -> None:
+def forward(
+    blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput, before: list[Tensor] | None
+) -> None:
     """Compute a layer in chunks, and keep its output in the buffer that the action writes.
 
     Input and output may be outside the device.
@@ -31,10 +33,10 @@ def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput,
         blocks: Model and kept values.
         action: FORWARD of the layer.
         held: The micro-batch.
-        given: Inputs of the step.
+        step_input: Inputs of the step.
         before: Weight checksums of the block's first run, which is then repeated and compared; else None.
     """
-    source, layer = rows_of(blocks.input(action)), _layer(blocks, action, held, given)
+    source, layer = rows_of(blocks.input(action)), _layer(blocks, action, held, step_input)
     if isinstance(layer, LayerInSet):
         layer.gather(blocks.held.keys[keys(action.micro_batch, action.block)])
     target = next(buffer for buffer in action.writes if buffer.kind in ROWS)
@@ -52,7 +54,7 @@ def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput,
         expect_unchanged(blocks, action, before)
 
 
-def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor:
+def backward(blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput, *, wanted: bool) -> Tensor:
     """Run a layer's backward pass in chunks; return the tensor of the output's gradient, which is changed in place.
 
     If ``wanted``, this tensor holds the gradient of the input afterwards. Adds to the weight gradients. In a
@@ -61,7 +63,7 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
     m, b = action.micro_batch, action.block
     gradient = blocks.held.gradients[input_gradient(m, b + 1)]  # replaced in place, chunk by chunk
     kept: Any = next((blocks.held.kept[buffer] for buffer in action.reads if buffer.kind in KEPT), None)
-    source, layer = rows_of(blocks.input(action)), _layer(blocks, action, held, given)
+    source, layer = rows_of(blocks.input(action)), _layer(blocks, action, held, step_input)
     if isinstance(layer, LayerInSet):
         layer.gather(blocks.held.keys[keys(m, b)])
     layer.backward(source, gradient, wanted=wanted, kept=kept)
@@ -71,17 +73,17 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
     return gradient
 
 
-def make_keys(blocks: Blocks, action: Action, given: StepInput) -> None:
+def make_keys(blocks: Blocks, action: Action, step_input: StepInput) -> None:
     """Compute and keep this rank's keys and values of a layer."""
-    blocks.held.keys[action.writes[0]] = _in_set(blocks, action, given).keys(rows_of(blocks.input(action)))
+    blocks.held.keys[action.writes[0]] = _in_set(blocks, action, step_input).keys(rows_of(blocks.input(action)))
 
 
-def keys_backward(blocks: Blocks, action: Action, given: StepInput) -> None:
+def keys_backward(blocks: Blocks, action: Action, step_input: StepInput) -> None:
     """Run the backward pass of this rank's keys and values, which adds to the gradients of weights and of the input."""
     m, b = action.micro_batch, action.block
     gradient = blocks.held.gradients[input_gradient(m, b)] if input_gradient(m, b) in action.writes else None
     source, sums = rows_of(blocks.input(action)), [total for _, total in blocks.held.key_gradients[key_gradients(m, b)]]
-    _in_set(blocks, action, given).keys_backward(source, sums, gradient)
+    _in_set(blocks, action, step_input).keys_backward(source, sums, gradient)
 
 
 def rows_of(held: Tensor | Rows) -> Rows:
@@ -96,11 +98,11 @@ def _make_rows(blocks: Blocks, target: Buffer, part: str, shape: Sequence[int], 
     return OnDevice(torch.empty(tuple(shape), dtype=dtype, device=blocks.chain.device))
 
 
-def _layer(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> LayerInChunks:
+def _layer(blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput) -> LayerInChunks:
     """Return a new ``LayerInChunks`` for the action's layer, or a ``LayerInSet`` in a context-parallel group.
 
     Nothing is computed. A ``LayerInSet`` gets an empty store of keys and values."""
-    state, seed, dealt = blocks.state(action), blocks.seed(action, given), held.dealt
+    state, seed, dealt = blocks.state(action), blocks.seed(action, step_input), held.dealt
     ranks, place = (dealt.ranks, dealt.place) if dealt else (1, 0)
 
     def draw(number: int, run: Callable[[], Tensor]) -> Tensor:
@@ -113,8 +115,8 @@ def _layer(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) 
     return LayerInSet(blocks.chain, action.block, held.calls, size, draw, dealt, store)
 
 
-def _in_set(blocks: Blocks, action: Action, given: StepInput) -> LayerInSet:
+def _in_set(blocks: Blocks, action: Action, step_input: StepInput) -> LayerInSet:
     """Return a new ``LayerInSet`` for the action's layer."""
-    layer = _layer(blocks, action, blocks.held.batches[context(action.micro_batch)], given)
+    layer = _layer(blocks, action, blocks.held.batches[context(action.micro_batch)], step_input)
     assert isinstance(layer, LayerInSet)
     return layer

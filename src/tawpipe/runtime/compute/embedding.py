@@ -21,7 +21,7 @@ from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient
 
 
-def forward(blocks: Blocks, action: Action, given: StepInput, before: list[Tensor] | None) -> None:
+def forward(blocks: Blocks, action: Action, step_input: StepInput, before: list[Tensor] | None) -> None:
     """Embed a micro-batch on the device, and keep the output and the arguments of its layers.
 
     The graph is kept in training only if the backward pass needs no weights.
@@ -29,21 +29,21 @@ def forward(blocks: Blocks, action: Action, given: StepInput, before: list[Tenso
     Args:
         blocks: Model and kept values.
         action: FORWARD of the embedding.
-        given: Inputs of the step.
+        step_input: Inputs of the step.
         before: Weight checksums of the block's first run, which is then repeated and compared; else None.
     """
     chain, m = blocks.chain, action.micro_batch
     block = blocks.spec.blocks[action.block]
-    keep = block.needs_backward and not block.backward_reads_weights and given.seed is not None
-    whole, dealt = blocks.dealt(given, m)
+    keep = block.needs_backward and not block.backward_reads_weights and step_input.seed is not None
+    whole, dealt = blocks.dealt(step_input, m)
     batch = whole.to(chain.device)  # copied in the lane's stream
     if (blocks.sequence_chunk or dealt) and not chain.along_tokens:
         chain.find_tokens()
     with torch.set_grad_enabled(keep), saved_tensors_hooks(partial(_check_saved, blocks), lambda tensor: tensor):
-        hidden, calls = blocks.drawing(action, given, lambda: chain.embed(batch))
-    check_new(blocks, action, given, before, hidden, lambda: chain.embed(batch)[0])
-    if (part := given.slices.get(m)) is not None:
-        calls = blocks.drawing(action, given, lambda: sliced.calls_of(blocks, given, m, part))
+        hidden, calls = blocks.drawing(action, step_input, lambda: chain.embed(batch))
+    check_new(blocks, action, step_input, before, hidden, lambda: chain.embed(batch)[0])
+    if (part := step_input.slices.get(m)) is not None:
+        calls = blocks.drawing(action, step_input, lambda: sliced.calls_of(blocks, step_input, m, part))
     local = batch.tokens_at(dealt.own) if dealt else batch
     with torch.set_grad_enabled(keep):
         hidden = tokens_of(hidden, dealt.own) if dealt else hidden
@@ -54,14 +54,14 @@ def forward(blocks: Blocks, action: Action, given: StepInput, before: list[Tenso
     _keep_rows(blocks, next(buffer for buffer in action.writes if buffer.kind in ROWS), hidden.detach())
 
 
-def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> None:
+def backward(blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput) -> None:
     """Run the embedding's backward pass, which adds to the weight gradients, on a kept or a recomputed graph."""
     arriving = blocks.held.gradients[input_gradient(action.micro_batch, action.block + 1)]
     with torch.enable_grad():
         if held.embedded is not None:
             graph, held.embedded = held.embedded, None
         else:
-            output = blocks.drawing(action, given, lambda: blocks.chain.embed(held.batch))[0]
+            output = blocks.drawing(action, step_input, lambda: blocks.chain.embed(held.batch))[0]
             graph = get_gradient_edge(tokens_of(output, held.dealt.own) if held.dealt else output)
         torch.autograd.backward(graph, arriving)
 

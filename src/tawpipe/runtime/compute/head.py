@@ -16,30 +16,32 @@ from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import loss
 
 
-def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput) -> None:
+def forward(blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput) -> None:
     """Compute the loss of a micro-batch in an evaluation, without gradients, and keep it for NORM."""
     hidden, m = blocks.input(action), action.micro_batch
-    check_head(blocks, action, given, hidden)
-    whole, dealt = blocks.dealt(given, m)
+    check_head(blocks, action, step_input, hidden)
+    whole, dealt = blocks.dealt(step_input, m)
     on_host = whole.tokens_at(dealt.own) if dealt else whole
-    head = given.measure.head(blocks.chain, on_host, m) if given.measure else None
-    with torch.no_grad(), blocks.random.seeded(blocks.seed(action, given)):
+    head = step_input.measure.head(blocks.chain, on_host, m) if step_input.measure else None
+    with torch.no_grad(), blocks.random.seeded(blocks.seed(action, step_input)):
         blocks.held.losses[loss(m)] = loss_in_chunks(
-            blocks.chain, hidden, held.local, None, given.scale, blocks.chunk_tokens, head
+            blocks.chain, hidden, held.local, None, step_input.scale, blocks.chunk_tokens, head
         )
 
 
-def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
+def backward(
+    blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput, *, wanted: bool
+) -> Tensor | None:
     """Compute the loss of a micro-batch in training and run its backward pass; return the gradient of the head's input.
 
     Keeps the loss for NORM, and adds to the weight gradients. Returns None if the input's gradient is not ``wanted``.
     """
     hidden = blocks.input(action)
     gradient = torch.empty_like(hidden) if wanted else None
-    check_head(blocks, action, given, hidden)
-    with torch.enable_grad(), blocks.random.seeded(blocks.seed(action, given)):
+    check_head(blocks, action, step_input, hidden)
+    with torch.enable_grad(), blocks.random.seeded(blocks.seed(action, step_input)):
         blocks.held.losses[loss(action.micro_batch)] = loss_in_chunks(
-            blocks.chain, hidden, held.local, gradient, given.scale, blocks.chunk_tokens
+            blocks.chain, hidden, held.local, gradient, step_input.scale, blocks.chunk_tokens
         )
     return gradient
 

@@ -18,48 +18,54 @@ from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import Kind, block_input, input_gradient, linear
 
 
-def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, before: list[Tensor] | None) -> None:
+def forward(
+    blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput, before: list[Tensor] | None
+) -> None:
     """Compute a layer, and keep its output and what its backward pass starts from.
 
     Args:
         blocks: Model and kept values.
         action: FORWARD of the layer.
         held: The micro-batch.
-        given: Inputs of the step.
+        step_input: Inputs of the step.
         before: Weight checksums of the block's first run, which is then repeated and compared; else None.
     """
     hidden, b = blocks.input(action), action.block
-    output = _output(blocks, action, hidden, held.calls, given)
-    check_new(blocks, action, given, before, output, lambda: blocks.chain.layer(b, hidden, held.calls))
+    output = _output(blocks, action, hidden, held.calls, step_input)
+    check_new(blocks, action, step_input, before, output, lambda: blocks.chain.layer(b, hidden, held.calls))
     blocks.held.inputs[block_input(action.micro_batch, b + 1)] = output
 
 
-def _output(blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], given: StepInput) -> Tensor:
+def _output(
+    blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], step_input: StepInput
+) -> Tensor:
     """Return a layer's output; keep its graph, or the results of attention, if the action or the step asks for it."""
     b, m, held = action.block, action.micro_batch, blocks.held
     layer = partial(blocks.chain.layer, b, calls=calls)
     kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
-    if kept is None and not _keeps(action, given):
+    if kept is None and not _keeps(action, step_input):
         with torch.no_grad():
-            return blocks.drawing(action, given, lambda: layer(hidden))
+            return blocks.drawing(action, step_input, lambda: layer(hidden))
     leaf, saved = hidden.detach().requires_grad_(b > blocks.spec.first_backward), Saved()
     deferred = blocks.defers(b) if blocks.split_backward else None
     layer = deferred.around(layer) if deferred else layer
     if kept is None or kept.kind is Kind.GRAPH:
         units = blocks.spec.blocks[b].units
-        output = blocks.drawing(action, given, lambda: keep_graph(layer, leaf, units, blocks.bound, saved))
+        output = blocks.drawing(action, step_input, lambda: keep_graph(layer, leaf, units, blocks.bound, saved))
         if kept is None:  # the input stays for the backward pass anyway; keep the graph with it
             held.inputs[block_input(m, b)] = LayerGraph(leaf, get_gradient_edge(output), deferred)
             return output.detach()
     else:
-        again = partial(blocks.random.again, blocks.state(action), blocks.seed(action, given))
-        output = blocks.drawing(action, given, lambda: keep_attention(layer, leaf, again=again, saved=saved))
+        again = partial(blocks.random.again, blocks.state(action), blocks.seed(action, step_input))
+        output = blocks.drawing(action, step_input, lambda: keep_attention(layer, leaf, again=again, saved=saved))
     # The output is not kept here: its memory is freed with the next block's input.
     held.kept[kept] = LayerGraph(leaf, get_gradient_edge(output), deferred, _alone(saved, output, calls[b - 1]))
     return output.detach()
 
 
-def backward(blocks: Blocks, action: Action, batch: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
+def backward(
+    blocks: Blocks, action: Action, batch: DeviceBatch, step_input: StepInput, *, wanted: bool
+) -> Tensor | None:
     """Run a layer's backward pass on the graph that was kept, or on a recomputed one; return the gradient of its input.
 
     Adds to the weight gradients. Returns None if the input's gradient is not ``wanted``. BACKWARD_INPUT leaves out the
@@ -78,7 +84,7 @@ def backward(blocks: Blocks, action: Action, batch: DeviceBatch, given: StepInpu
             if action.op is Op.BACKWARD_INPUT:
                 deferred = blocks.defers(b)
                 layer = deferred.around(layer)
-            graph = get_gradient_edge(blocks.drawing(action, given, partial(layer, leaf)))
+            graph = get_gradient_edge(blocks.drawing(action, step_input, partial(layer, leaf)))
         torch.autograd.backward(graph, arriving)
     if action.op is Op.BACKWARD_INPUT:
         assert deferred is not None
@@ -88,10 +94,10 @@ def backward(blocks: Blocks, action: Action, batch: DeviceBatch, given: StepInpu
     return leaf.grad
 
 
-def _keeps(action: Action, given: StepInput) -> bool:
+def _keeps(action: Action, step_input: StepInput) -> bool:
     """Return True if a layer that would be recomputed keeps its graph for this micro-batch."""
-    stays = block_input(action.micro_batch, action.block) not in action.frees and given.seed is not None
-    return stays and action.block in given.kept.get(action.micro_batch, ())
+    stays = block_input(action.micro_batch, action.block) not in action.frees and step_input.seed is not None
+    return stays and action.block in step_input.kept.get(action.micro_batch, ())
 
 
 def _alone(saved: Saved, output: Tensor, call: LayerCall) -> Saved:

@@ -23,15 +23,15 @@ ALIGNED = 512
 """Alignment, in bytes, of storages in CPU memory."""
 
 
-def room_for(blocks: Blocks, action: Action, given: StepInput) -> dict[Buffer, Tensor]:
+def room_for(blocks: Blocks, action: Action, step_input: StepInput) -> dict[Buffer, Tensor]:
     """Return a new, uninitialised tensor on the device for every activation that an EXCHANGE receives, by buffer."""
     rooms, width, dtype, device = dict[Buffer, Tensor](), blocks.chain.width, blocks.chain.dtype, blocks.chain.device
     for buffer in action.writes:
-        rooms[buffer] = torch.empty((*blocks.shape(given, buffer.at[0]), width), dtype=dtype, device=device)
+        rooms[buffer] = torch.empty((*blocks.shape(step_input, buffer.at[0]), width), dtype=dtype, device=device)
     return rooms
 
 
-def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInput) -> None:
+def travel(blocks: Blocks, action: Action, transport: Transport, step_input: StepInput) -> None:
     """Run an EXCHANGE of activations: send kept tensors and drop them, receive others and keep them.
 
     On CUDA it first waits while too many transfers of the lane are in flight.
@@ -45,7 +45,7 @@ def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInpu
         under_way.popleft().synchronize()
     for transfer in action.transfers:
         (m, block), width = transfer.buffer.at, blocks.chain.width
-        shape, dtype = (*blocks.shape(given, m), width), blocks.chain.dtype
+        shape, dtype = (*blocks.shape(step_input, m), width), blocks.chain.dtype
         if transfer.send:
             held = blocks.held.tables[transfer.buffer.kind][transfer.buffer]
             if tuple(held.shape) != shape or held.dtype != dtype:
@@ -54,7 +54,7 @@ def travel(blocks: Blocks, action: Action, transport: Transport, given: StepInpu
                 raise UserError(name, f"{tuple(held.shape)} in {held.dtype}", expected)
             tensors[transfer.buffer] = held.contiguous()
     if transport.ahead is None:
-        tensors |= room_for(blocks, action, given)
+        tensors |= room_for(blocks, action, step_input)
     tensors |= transport.exchange(action, tensors)
     for transfer in action.transfers:
         table = blocks.held.tables[transfer.buffer.kind]
@@ -156,7 +156,7 @@ def _room(blocks: Blocks, target: Buffer, dtype: torch.dtype, *, to_host: bool) 
 
 
 def make_places(
-    blocks: Blocks, program: Iterable[Action], given: StepInput, dtype: torch.dtype, tokens: int = 0
+    blocks: Blocks, program: Iterable[Action], step_input: StepInput, dtype: torch.dtype, tokens: int = 0
 ) -> None:
     """Allocate the CPU memory and files for offloaded inputs before a step.
 
@@ -166,12 +166,14 @@ def make_places(
     Args:
         blocks: Model and kept values.
         program: Actions of this rank.
-        given: Inputs of the step.
+        step_input: Inputs of the step.
         dtype: Dtype of the hidden states.
         tokens: Largest number of tokens of a micro-batch if steps differ; 0 if they are equal.
     """
     width = blocks.chain.config.get_text_config().hidden_size
-    shapes = {m: (1, tokens, width) if tokens else (*blocks.shape(given, m), width) for m in given.micro_batches}
+    shapes = {
+        m: (1, tokens, width) if tokens else (*blocks.shape(step_input, m), width) for m in step_input.micro_batches
+    }
     for action in program:
         if action.op in (Op.OFFLOAD, Op.RELOAD) and action.reads[0].kind in ROWS:
             room = _room(blocks, action.writes[0], dtype, to_host=action.op is Op.OFFLOAD)

@@ -26,14 +26,14 @@ def sums_when_new(blocks: Blocks, action: Action) -> list[Tensor] | None:
     return [flat.view(integers[flat.itemsize]).sum() for flat in flats]
 
 
-def check_head(blocks: Blocks, action: Action, given: StepInput, hidden: Tensor) -> None:
+def check_head(blocks: Blocks, action: Action, step_input: StepInput, hidden: Tensor) -> None:
     """Run ``Chain.check_head`` if the head runs for the first time, and mark the head as checked.
 
     The check draws from separate random numbers."""
     state = blocks.state(action)
     if state not in blocks.repeated:
         blocks.repeated.add(state)
-        with blocks.random.seeded(seed_of(blocks.seed(action, given), 1)):
+        with blocks.random.seeded(seed_of(blocks.seed(action, step_input), 1)):
             blocks.chain.check_head(hidden)
 
 
@@ -41,7 +41,7 @@ def check_head(blocks: Blocks, action: Action, given: StepInput, hidden: Tensor)
 def check_new(
     blocks: Blocks,
     action: Action,
-    given: StepInput,
+    step_input: StepInput,
     before: list[Tensor] | None,
     first: Tensor,
     forward: Callable[[], Tensor],
@@ -51,13 +51,13 @@ def check_new(
     Args:
         blocks: Model and kept values.
         action: FORWARD of the block.
-        given: Inputs of the step.
+        step_input: Inputs of the step.
         before: Result of ``sums_when_new`` before the first run. With None nothing is done.
         first: Output of the first run.
         forward: Runs the block again.
     """
     if before is not None:
-        compare(blocks, action, first, blocks.drawing(action, given, forward))
+        compare(blocks, action, first, blocks.drawing(action, step_input, forward))
         expect_unchanged(blocks, action, before)
 
 

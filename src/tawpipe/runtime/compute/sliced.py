@@ -39,14 +39,14 @@ class HandedOn:
     behind: list[Tensor] = field(default_factory=list)
 
 
-def calls_of(blocks: Blocks, given: StepInput, m: int, part: DocumentSlice) -> tuple[LayerCall, ...]:
+def calls_of(blocks: Blocks, step_input: StepInput, m: int, part: DocumentSlice) -> tuple[LayerCall, ...]:
     """Return the arguments of every layer for a whole document, of which micro-batch ``m`` is one slice.
 
     They are taken from another slice of the document that is on the device. If there is none, they are computed anew.
 
     Args:
         blocks: Model and kept values.
-        given: Inputs of the step.
+        step_input: Inputs of the step.
         m: Micro-batch of the slice.
         part: The slice.
     """
@@ -55,21 +55,23 @@ def calls_of(blocks: Blocks, given: StepInput, m: int, part: DocumentSlice) -> t
     for number in part.numbers:
         if (there := blocks.held.batches.get(context(number))) is not None:
             return there.calls
-    return blocks.chain.calls(given.micro_batches[m].to(blocks.chain.device))
+    return blocks.chain.calls(step_input.micro_batches[m].to(blocks.chain.device))
 
 
-def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, before: list[Tensor] | None) -> None:
+def forward(
+    blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput, before: list[Tensor] | None
+) -> None:
     """Compute a layer on a slice; keep its output, and its keys, values and states for the slices that follow.
 
     Args:
         blocks: Model and kept values.
         action: FORWARD of the layer.
         held: The micro-batch, a slice of a document.
-        given: Inputs of the step.
+        step_input: Inputs of the step.
         before: Weight checksums of the block's first run, which is then repeated and compared; else None.
     """
     m, b, hidden = action.micro_batch, action.block, blocks.input(action)
-    layer, chunk, handed = _layer(blocks, action, held, given)
+    layer, chunk, handed = _layer(blocks, action, held, step_input)
     output = layer.push(chunk, hidden)
     if m != _part(held).numbers[-1]:
         handed.arrived[m + 1] = chunk.left
@@ -82,14 +84,16 @@ def forward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput,
         blocks.held.keys[keys(m, b)] = handed
 
 
-def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput, *, wanted: bool) -> Tensor | None:
+def backward(
+    blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput, *, wanted: bool
+) -> Tensor | None:
     """Recompute a layer on a slice and run its backward pass; return the gradient of its input.
 
     Returns None if that gradient is not ``wanted``. Adds to the weight gradients. Sums of key gradients, and gradients
     of states, are kept for the slices before it. BACKWARD_INPUT leaves out the weight gradients of matrix products, and
     keeps what they are computed from."""
     m, b = action.micro_batch, action.block
-    layer, chunk, handed = _layer(blocks, action, held, given)
+    layer, chunk, handed = _layer(blocks, action, held, step_input)
     if layer.deferred is not None:
         blocks.held.deferred[linear(m, b)] = layer.deferred
     arriving = blocks.held.gradients[input_gradient(m, b + 1)]
@@ -101,7 +105,7 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
 
 
 def _layer(
-    blocks: Blocks, action: Action, held: DeviceBatch, given: StepInput
+    blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput
 ) -> tuple[LayerInChunks, Chunk, HandedOn]:
     """Return the layer, the slice as a chunk, and the values that the slices of its document share.
 
@@ -109,10 +113,10 @@ def _layer(
     part, m, b = _part(held), action.micro_batch, action.block
     handed = next((blocks.held.keys[keys(n, b)] for n in part.numbers if keys(n, b) in blocks.held.keys), None)
     if handed is None:
-        handed = HandedOn(KeyStore(1, given.micro_batches[m].input_ids.shape[1]))
+        handed = HandedOn(KeyStore(1, step_input.micro_batches[m].input_ids.shape[1]))
 
     def draw(_: int, run: Callable[[], Tensor]) -> Tensor:
-        return blocks.drawing(action, given, run)
+        return blocks.drawing(action, step_input, run)
 
     deferred = blocks.defers(b) if action.op is Op.BACKWARD_INPUT else None
     layer = LayerInChunks(blocks.chain, b, held.calls, part.end - part.begin, draw, deferred=deferred)

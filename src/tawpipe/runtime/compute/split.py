@@ -43,19 +43,19 @@ class _Product:
         """Multiply two tensors with the kind of product that this is: plain or grouped."""
         return first @ second if self.offsets is None else F.grouped_mm(first, second, offs=self.offsets)
 
-    def add_gradient(self, given: Tensor, arriving: Tensor, target: Tensor) -> None:
+    def add_gradient(self, inputs: Tensor, arriving: Tensor, target: Tensor) -> None:
         """Add the weight's gradient to ``target``.
 
         Args:
-            given: Input of the product.
+            inputs: Input of the product.
             arriving: Gradient of its output.
             target: Gradient of the parameter.
         """
         for view in self.views:
             target = view(target)
         if target.ndim == 2:
-            given, arriving = given.flatten(0, -2), arriving.flatten(0, -2)
-        first, second = (arriving, given) if self.transposed else (given, arriving)
+            inputs, arriving = inputs.flatten(0, -2), arriving.flatten(0, -2)
+        first, second = (arriving, inputs) if self.transposed else (inputs, arriving)
         if target.stride(-1) != 1:  # transposed, so that both operands are read row by row
             target, first, second = target.mT, second, first
         target.add_(self.multiply(first.mT, second))
@@ -111,8 +111,8 @@ class DeferredProducts(TorchFunctionMode):
         self._noted.reverse()
         with torch.no_grad():
             while self._noted:
-                product, given, arriving = self._noted.pop()
-                product.add_gradient(given, arriving, target(product.parameter))
+                product, inputs, arriving = self._noted.pop()
+                product.add_gradient(inputs, arriving, target(product.parameter))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Track views of parameters, and replace products with them by products whose weight gradient is deferred."""
@@ -125,22 +125,22 @@ class DeferredProducts(TorchFunctionMode):
                 self._weights[id(view)] = view, parameter, (*views, again)
             return view
         if func in _PRODUCTS and torch.is_grad_enabled() and (taken := _PRODUCTS[func](*args, **kwargs)) is not None:
-            given, weight, bias, transposed, offsets = taken
-            if id(weight) in self._weights and self._defers(given, weight, offsets):
+            inputs, weight, bias, transposed, offsets = taken
+            if id(weight) in self._weights and self._defers(inputs, weight, offsets):
                 _, parameter, views = self._weights[id(weight)]
                 product = _Product(parameter, views, transposed, offsets)
-                return _Apart.apply(partial(func, *args, **kwargs), product, self._noted, given, weight, bias)
+                return _Apart.apply(partial(func, *args, **kwargs), product, self._noted, inputs, weight, bias)
         return func(*args, **kwargs)
 
-    def _defers(self, given: Tensor, weight: Tensor, offsets: Tensor | None) -> bool:
+    def _defers(self, inputs: Tensor, weight: Tensor, offsets: Tensor | None) -> bool:
         """Return True if a product's shapes are supported, its input is no weight, and autocast is off."""
         if weight.ndim == 2:
-            fits = given.ndim > 1
+            fits = inputs.ndim > 1
         elif offsets is not None:
-            fits = (given.ndim, weight.ndim) == (2, 3)
+            fits = (inputs.ndim, weight.ndim) == (2, 3)
         else:
-            fits = given.ndim == weight.ndim == 3 and given.shape[0] == weight.shape[0]
-        no_weight = given.untyped_storage()._cdata not in self._storages  # a weight would be gone by the second part
+            fits = inputs.ndim == weight.ndim == 3 and inputs.shape[0] == weight.shape[0]
+        no_weight = inputs.untyped_storage()._cdata not in self._storages  # a weight would be gone by the second part
         return fits and no_weight and not torch.is_autocast_enabled(weight.device.type)
 
 
@@ -153,27 +153,27 @@ class _Apart(torch.autograd.Function):
         run: Callable[[], Tensor],
         product: _Product,
         noted: list[tuple[_Product, Tensor, Tensor]],
-        given: Tensor,
+        inputs: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
         """Run the product, and save input and weight for the backward pass."""
         ctx.product, ctx.noted, ctx.bias = product, noted, None if bias is None else bias.shape
-        ctx.save_for_backward(given, weight)
+        ctx.save_for_backward(inputs, weight)
         return run().data  # ``data``, as some products return a view, which models could not change in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, arriving: Tensor) -> Any:  # type: ignore[override]
         """Append input and output gradient to ``noted``; return the gradients of input and bias only."""
-        given, weight = ctx.saved_tensors
-        ctx.noted.append((ctx.product, given.detach(), arriving))
-        of_given = of_bias = None
+        inputs, weight = ctx.saved_tensors
+        ctx.noted.append((ctx.product, inputs.detach(), arriving))
+        of_inputs = of_bias = None
         if ctx.needs_input_grad[3]:
-            of_given = ctx.product.multiply(arriving, weight if ctx.product.transposed else weight.mT)
+            of_inputs = ctx.product.multiply(arriving, weight if ctx.product.transposed else weight.mT)
         if ctx.needs_input_grad[5]:
             of_bias = arriving.sum_to_size(ctx.bias)
-        return None, None, None, of_given, None, of_bias
+        return None, None, None, of_inputs, None, of_bias
 
 
 # Arguments of each handled function as (input, weight, bias, transposed, offsets); None for calls that are not handled.

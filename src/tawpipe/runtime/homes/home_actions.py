@@ -70,8 +70,8 @@ class HomeActions:
             self.streaming.fetch(action.unit, frame.buffers[action.writes[0]])
             return
         if self.streaming is not None and action.writes[0].is_home:
-            given = [frame.buffers[buffer] for buffer in sources]
-            self.streaming.add(action.unit, given, replaces=len(sources) == len(action.reads))
+            gradients = [frame.buffers[buffer] for buffer in sources]
+            self.streaming.add(action.unit, gradients, replaces=len(sources) == len(action.reads))
             return
         target = frame.buffers[action.writes[0]]
         if len(sources) == len(action.reads):
@@ -85,9 +85,9 @@ class HomeActions:
 
         That is the factor for gradients, and the flag that allows updates, which is 0 if no token counts."""
         tokens = torch.zeros(1, dtype=torch.float64, device=self.device)
-        tokens += frame.given.tokens
+        tokens += frame.inputs.tokens
         frame.transport.all_reduce(action, tokens)
-        self._factor.copy_(1 / (frame.given.scale * tokens[0].clamp(min=1)))
+        self._factor.copy_(1 / (frame.inputs.scale * tokens[0].clamp(min=1)))
         self._updates.copy_(tokens[0] > 0)
 
     @torch.no_grad()
@@ -110,14 +110,14 @@ class HomeActions:
             squares.copy_(self._squares(units).sum())
         if summed:
             losses.copy_(torch.stack(summed).sum())
-        tokens.fill_(frame.given.tokens)
-        digests.fill_(frame.given.digest)
-        squared_digests.fill_(frame.given.digest**2)
+        tokens.fill_(frame.inputs.tokens)
+        digests.fill_(frame.inputs.digest)
+        squared_digests.fill_(frame.inputs.digest**2)
         frame.transport.all_reduce(action, sums)
         # n numbers are all equal exactly if n times the sum of their squares equals the square of their sum.
         alike = (squared_digests * frame.transport.topology.world_size == digests.square()).to(torch.float64)
         counted = tokens.clamp(min=1)
-        mean = 1 / (frame.given.scale * counted)
+        mean = 1 / (frame.inputs.scale * counted)
         norm, loss = squares.sqrt() * (1 if scaled else mean), losses / counted
         clip = math.inf if frame.rule.clip_norm is None else frame.rule.clip_norm
         if not scaled:  # like torch.nn.utils.clip_grad_norm_
@@ -154,7 +154,7 @@ class HomeActions:
         # With early updates, a rank that has a label itself knows that the step counts tokens. Reading the flag could
         # sync the host.
         early = COUNT in action.reads
-        updates = None if early and frame.given.learns else self._updates
+        updates = None if early and frame.inputs.learns else self._updates
         if self.streaming is not None:
             rule, landed = frame.rule, [frame.buffers[read] for read in action.reads if read.kind is Kind.LANDING]
             self.streaming.update(

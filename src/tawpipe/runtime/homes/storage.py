@@ -78,8 +78,8 @@ def piece_of(parameter: Tensor) -> PlaceOfPiece:
     """
     piece = getattr(parameter, "_tawpipe_piece", None)
     if piece is None:
-        given = f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}"
-        raise UserError("piece_of", given, "one of the parameters that a factory of optimizers is given")
+        value = f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}"
+        raise UserError("piece_of", value, "one of the parameters that a factory of optimizers is given")
     return piece
 
 

@@ -181,8 +181,8 @@ class Streaming:
             for part in load:
                 here = room.of(GRADIENT, part, dtype)
                 for number, source in enumerate(sources):
-                    given = part.of(self._same_place(unit, part.place, source))
-                    _ = here.copy_(given) if replaces and number == 0 else here.add_(given)
+                    addend = part.of(self._same_place(unit, part.place, source))
+                    _ = here.copy_(addend) if replaces and number == 0 else here.add_(addend)
             self._square(unit, load, room)
 
         def take(load: Load, room: PassingRoom) -> None:
@@ -240,8 +240,8 @@ class Streaming:
                 piece = pieces[part.place]
                 room.of(WEIGHT, part, dtype).copy_(part.of(piece.value.detach()), non_blocking=True)
                 if gradient is None:
-                    given = part.of(self._gradient(unit, part.place))
-                    room.of(GRADIENT, part, dtype).copy_(given, non_blocking=True)
+                    source = part.of(self._gradient(unit, part.place))
+                    room.of(GRADIENT, part, dtype).copy_(source, non_blocking=True)
                 for place, value in states_of(part.place).values():
                     room.of(place, part, value.dtype).copy_(part.of(value), non_blocking=True)
 
@@ -279,8 +279,8 @@ class Streaming:
                 piece = pieces[part.place]
                 part.of(piece.value.detach()).copy_(room.of(WEIGHT, part, dtype), non_blocking=True)
                 if goes_down:
-                    given = room.of(COPY, part, copies.dtype)
-                    part.of(self._same_place(unit, part.place, copies)).copy_(given, non_blocking=True)
+                    source = room.of(COPY, part, copies.dtype)
+                    part.of(self._same_place(unit, part.place, copies)).copy_(source, non_blocking=True)
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or not value.ndim:
                         step.after[part.place][key] = value

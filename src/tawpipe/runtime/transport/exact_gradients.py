@@ -49,13 +49,13 @@ def encode_gradient(values: Tensor, out: Tensor) -> int:
     codes, planes, rest = _parts(message, count, kept)
     room, used = rest[: rest.size // width * width].view(bits.dtype), 0
     for at in range(0, count, SLICE) if kept else ():
-        given, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
-        code, bytes_of = _codes(given, lowest, kept)
+        portion, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
+        code, bytes_of = _codes(portion, lowest, kept)
         far = np.flatnonzero(np.equal(code, ESCAPE, out=_room("mask", code.size, torch.bool)))
         if begin + (used + far.size) * width >= CODED_HEADER + count * width:
             kept = 0
             break
-        np.take(given, far, out=room[used : used + far.size])
+        np.take(portion, far, out=room[used : used + far.size])
         used += far.size
         packed = codes[at // 2 : at // 2 + half]
         np.copyto(packed, code[:half])

@@ -96,22 +96,22 @@ def _within(step: StepSpec) -> PipelineCosts:
     positions, few = shape.positions, searched(shape.layout.size) + 1
     if len(step.micro_batches[positions.rank(0, 0)]) > few:  # the rest repeats
         step = replace(step, micro_batches=positions.share(few * positions.replicas, step.speeds))
-    count, given, least = len(step.micro_batches[positions.rank(0, 0)]), shape.costs, math.inf
-    low, high = -math.inf, given.memory
+    count, costs, least = len(step.micro_batches[positions.rank(0, 0)]), shape.costs, math.inf
+    low, high = -math.inf, costs.memory
     for _ in range(TRIES):
         lower = low
         try:
-            most = held_at_once(step, shape, order_of_layout(strategy, shape.layout, given, count))
+            most = held_at_once(step, shape, order_of_layout(strategy, shape.layout, costs, count))
         except UserError:  # no order fits the memory
-            if given is shape.costs:
+            if costs is shape.costs:
                 raise
-            low = given.memory
+            low = costs.memory
         else:
             if fits(shape.costs, most):
-                return given
-            least, high = min(least, most), given.memory
+                return costs
+            least, high = min(least, most), costs.memory
             lower = high - (most - shape.costs.memory)
-        given = replace(given, memory=lower if lower > low else (low + high) / 2)
+        costs = replace(costs, memory=lower if lower > low else (low + high) / 2)
     expected = f"more: {least:.6g} was the least, with what is on its way between positions"
     raise UserError("memory of a position", shape.costs.memory, expected, need=MemoryOfPosition())
 
@@ -151,7 +151,7 @@ class CostBasedPipeline(ActivationPipeline):
         return SEARCH().arrange(layout, self.limited(layout, costs), count)
 
     def listed(self, layout: Layout, costs: PipelineCosts) -> Listed | None:
-        return None if self.given else partial(_listed, layout, self.limited(layout, costs))
+        return None if self.pipeline_order else partial(_listed, layout, self.limited(layout, costs))
 
     def continuing(self, layout: Layout, costs: PipelineCosts) -> Periodic:
         """Return an order and its repeating period, for steps with more micro-batches than orders are searched for."""
@@ -260,13 +260,13 @@ def _as_settings(pipeline: ActivationPipeline, recompute: str) -> dict[str, Any]
     return {"recompute": recompute, "stages": pipeline.stages, "block_times": pipeline.block_times}
 
 
-def _listed(layout: Layout, costs: PipelineCosts, *given: Any) -> Order:
+def _listed(layout: Layout, costs: PipelineCosts, *arguments: Any) -> Order:
     """Make the order of a pipeline with document slices by the search that ``SEARCH`` imports, and return it.
 
     Args:
-        given: the usual order, the slices, the load and the number of work items to try, see ``deal_to_pipelines``.
+        arguments: the usual order, the slices, the load and the number of work items to try, see ``deal_to_pipelines``.
     """
-    return SEARCH().listed(layout, costs, *given)
+    return SEARCH().listed(layout, costs, *arguments)
 
 
 class ZeroBubble(CostBasedPipeline):
@@ -398,8 +398,8 @@ class SolvedPipeline(CostBasedPipeline):
         Returns the unchanged shape if the settings give an order for this number of micro-batches, if there is no
         micro-batch, or if memory is not limited."""
         shape, count = self.shape(step.model, step.topology), max(map(len, step.micro_batches))
-        given = bool(self.given) and parse_order(self.given).micro_batches == count
-        if given or not count or math.isinf(shape.costs.memory):
+        has_order = bool(self.pipeline_order) and parse_order(self.pipeline_order).micro_batches == count
+        if has_order or not count or math.isinf(shape.costs.memory):
             return shape
         shares = shape.positions.share(count * shape.positions.replicas, step.speeds)
         costs = _within(replace(step, micro_batches=shares))

@@ -185,12 +185,12 @@ def deal_to_pipelines(
     few = [ordered(way, FEW_LISTED) for way in ways]
     fitting = [way for way in few if _has_room(*way, layout, costs, cap)]
     if not fitting:
-        given = f"one in {max(map(max, filter(None, deals[0].slices)))} slices, which stages of a pipeline keep"
+        value = f"one in {max(map(max, filter(None, deals[0].slices)))} slices, which stages of a pipeline keep"
         expected = (
             "fewer slices, by a larger bin_tokens or shorter documents; or a strategy whose weights travel, as "
             "tawpipe-spread, with sequence_chunk, sequence_ranks or offload_dir"
         )
-        raise UserError("documents", given, expected)
+        raise UserError("documents", value, expected)
     best = min(fitting, key=lambda way: (_in_their_places(*way, layout, costs, 0)[0], sum(map(sum, way[0].slices))))
     most = MOST_PLAYED // pipelines
     if best[0].orders and _has_room(*(better := ordered(best[0], most)), layout, costs, cap):
@@ -316,8 +316,8 @@ def _in_their_places(
     even = even_s(layout, costs, len(bins.single)) or math.inf  # 0 for a tiny model whose blocks take no time
     lanes, longest, alone = list[list[Bin]](), 0.0, 0.0
     cuts, texts = bins.slices or ((),) * len(orders), bins.orders or ("",) * len(orders)
-    given = zip(zip(*bins.single, strict=True), _loads(bins), cuts, texts, orders, strict=True)
-    for lane, load, cut, text, order in given:
+    pipelines = zip(zip(*bins.single, strict=True), _loads(bins), cuts, texts, orders, strict=True)
+    for lane, load, cut, text, order in pipelines:
 
         def taken(places: Sequence[int], load: LaneLoad = load, order: Order = order) -> float:
             return played(layout, order, costs, load.placed(places))
@@ -355,7 +355,7 @@ def _peaks(layout: Layout, order: Order, costs: PipelineCosts, full: Sequence[fl
         for kind, stage, m in works:
             held += table.taken[kind, stage] * full[m]
             most = max(most, held)
-            held -= table.given[kind, stage] * full[m]
+            held -= table.frees[kind, stage] * full[m]
         yield most
 
 

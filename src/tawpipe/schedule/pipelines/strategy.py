@@ -56,13 +56,13 @@ class ActivationPipeline(Strategy):
     Args:
         stages: see ``ScheduleSettings.stages``.
         block_times: see ``ScheduleSettings.block_times``.
-        given: see ``ScheduleSettings.pipeline_order``.
+        pipeline_order: see ``ScheduleSettings.pipeline_order``.
         device_speeds: see ``ScheduleSettings.device_speeds``.
     """
 
     stages: str = ""
     block_times: str = ""
-    given: str = ""
+    pipeline_order: str = ""
     device_speeds: str = ""
 
     host_levels = ("none", "state")
@@ -121,8 +121,8 @@ class ActivationPipeline(Strategy):
     def configured(self, settings: ScheduleSettings) -> ActivationPipeline:
         """Return the pipeline with stages, times, order and speeds from ``settings``, where they are not empty."""
         stages, times = settings.stages or self.stages, settings.block_times or self.block_times
-        order, speeds = settings.pipeline_order or self.given, settings.device_speeds or self.device_speeds
-        if (stages, times, order, speeds) == (self.stages, self.block_times, self.given, self.device_speeds):
+        order, speeds = settings.pipeline_order or self.pipeline_order, settings.device_speeds or self.device_speeds
+        if (stages, times, order, speeds) == (self.stages, self.block_times, self.pipeline_order, self.device_speeds):
             return self
         return replace(self, stages=stages, block_times=times, given=order, device_speeds=speeds)
 
@@ -132,7 +132,7 @@ class ActivationPipeline(Strategy):
         ``micro_batches_per_visit`` is set to 1. Other open choices get the defaults of ``Strategy.settle``."""
         stages = settings.stages or self.stages or "world"
         times = settings.block_times or self.block_times
-        order = settings.pipeline_order or self.given
+        order = settings.pipeline_order or self.pipeline_order
         settings = replace(settings, stages=stages, block_times=times, pipeline_order=order)
         return super().settle(replace(settings, micro_batches_per_visit=1))
 
@@ -378,17 +378,17 @@ def _layout(strategy: ActivationPipeline, model: ModelSpec, positions: Positions
     Raises:
         UserError: the layout does not fit the positions or the strategy.
     """
-    given, size = strategy.stages.partition(":")[2], positions.size
-    if not given:
+    text, size = strategy.stages.partition(":")[2], positions.size
+    if not text:
         layout, speeds = strategy.usual_layout(model, positions), strategy.speeds(positions)
         return strategy.by_speed(layout, speeds) if speeds else layout
-    layout = Layout.parse(given, len(model.blocks))
+    layout = Layout.parse(text, len(model.blocks))
     if layout.size != size:
-        raise UserError("schedule.stages", given, f"{size} positions, as there are {size} to lay it over")
+        raise UserError("schedule.stages", text, f"{size} positions, as there are {size} to lay it over")
     usual = strategy.usual_places(size, layout.stages)
     if usual is not None and layout.places != usual:
         why = f"stages at {','.join(map(str, usual))} under {strategy.name}"
-        raise UserError("schedule.stages", given, f"{why}; generated takes any", need=why)
+        raise UserError("schedule.stages", text, f"{why}; generated takes any", need=why)
     return layout
 
 
@@ -399,7 +399,7 @@ def order_of_layout(strategy: ActivationPipeline, layout: Layout, costs: Pipelin
     Raises:
         UserError: the given order does not fit the layout.
     """
-    if strategy.given and (order := parse_order(strategy.given)).micro_batches == count:
+    if strategy.pipeline_order and (order := parse_order(strategy.pipeline_order)).micro_batches == count:
         check_order(layout, order)
         return order
     return strategy.order(layout, costs, count) if count else Order(((),) * layout.size)

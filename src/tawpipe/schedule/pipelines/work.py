@@ -215,7 +215,7 @@ class StageCosts:
         return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
 
     @cached_property
-    def given(self) -> dict[tuple[str, int], Any]:
+    def frees(self) -> dict[tuple[str, int], Any]:
         """(Kind, stage) -> memory that a work item frees at its end."""
         kinds = {"B": self.kept, "I": self.kept, "O": self.moved, "W": self.kept_for_weights}
         return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
@@ -243,7 +243,7 @@ class StageCosts:
         levels = [0]
         for work in works:
             running = levels[-1] + self.taken[work.kind, work.stage]
-            levels += [running, running - self.given[work.kind, work.stage]]
+            levels += [running, running - self.frees[work.kind, work.stage]]
         return levels
 
 

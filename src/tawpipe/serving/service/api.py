@@ -254,8 +254,8 @@ def _refusal(scope: Scope, key: str | None, *, loopback: bool) -> Refusal | None
     if loopback and name.lower() not in LOOPBACK_NAMES:
         return Refusal(400, f"the host {host!r} is not this service's", code="invalid_host")
     if key is not None and scope["path"] != OPEN:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(token.strip().encode("latin-1"), key.encode())
         if scheme.lower() != "bearer" or not right:
             return Refusal(401, "the API key is missing or wrong", code="invalid_api_key")
     return None

@@ -177,15 +177,15 @@ def _fields(body: bytes, taken: Sequence[str], neutral: Neutral) -> dict[str, An
         Refusal: the body is not a JSON object, a field is unsupported, or ``model`` is not a string.
     """
     try:
-        given = json.loads(body, parse_constant=_no_constant)
+        values = json.loads(body, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise Refusal(400, f"the body is no JSON: {error}", code="invalid_json") from error
-    if not isinstance(given, dict):
+    if not isinstance(values, dict):
         raise Refusal(400, "the body is no JSON object", code="invalid_json")
-    _check_others(given, taken, neutral)
-    if not isinstance(given.get("model"), str):
+    _check_others(values, taken, neutral)
+    if not isinstance(values.get("model"), str):
         _refuse("model", "the name of a model, which /v1/models has")
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_others(fields: Mapping[str, Any], taken: Sequence[str], neutral: Neutral, where: str = "") -> None:

@@ -424,18 +424,18 @@ def changes_of_the_run(config: TrainConfig) -> list[tuple[str, Any, Any]]:
     return changes
 
 
-def _of_the_run(config: TrainConfig, given: Values) -> Values:
+def _of_the_run(config: TrainConfig, values: Values) -> Values:
     """Return the saved settings of the run that ``config`` resumes, for use below the settings that were given.
 
     Args:
         config: settings from the command line and its files.
-        given: values that were given there; a saved setting that one of them replaces is left out.
+        values: values that were values there; a saved setting that one of them replaces is left out.
 
     If the run's folder was moved, ``output`` is the new folder.
     """
     if (path := saved_settings(config)) is None:
         return {}
-    left_out = OF_A_START | {place for place in INSTEAD if INSTEAD[place] in given}
+    left_out = OF_A_START | {place for place in INSTEAD if INSTEAD[place] in values}
     if LaunchEnvironment.read(os.environ) is not None and not started_by_local_launcher():
         left_out |= OF_A_LAUNCH
     saved = train_options().values_in(str(path))
