@@ -551,10 +551,10 @@ def check_losses(rows: list[dict[str, Any]]) -> None:
         if first is None or None in row["loss"]:
             row |= {"status": "failed", "reason": "a loss is not finite"}
             continue
-        for step, (mine, other) in enumerate(zip(row["loss"], first["loss"], strict=True), start=1):
-            if abs(mine - other) > LARGEST_DIFFERENCE * abs(other):
+        for step, (loss, other) in enumerate(zip(row["loss"], first["loss"], strict=True), start=1):
+            if abs(loss - other) > LARGEST_DIFFERENCE * abs(other):
                 reason = (
-                    f"not the same training: the loss of step {step} is {mine:.6g}, of {first['label']} {other:.6g}"
+                    f"not the same training: the loss of step {step} is {loss:.6g}, of {first['label']} {other:.6g}"
                 )
                 row |= {"status": "failed", "reason": reason}
                 break

@@ -140,8 +140,8 @@ class OurContender(Contender):
                 if buffer.kind is Kind.GRADIENT and buffer.pool.startswith("G"):
                     values.copy_((torch.randn(values.numel(), generator=dice) * 1e-3).bfloat16())
         token = torch.zeros(1, 1, dtype=torch.long)
-        mine = self.schedule.step.micro_batches[rank]
-        batches = {m: MicroBatch(token, token, token, (1,)) for m in mine}
+        micro_batches = self.schedule.step.micro_batches[rank]
+        batches = {m: MicroBatch(token, token, token, (1,)) for m in micro_batches}
         counted = self.schedule.step.losses_of(rank)
         self._step_input = StepInput(batches, scale=1.0, seed=None, step=0, counted=counted)
 

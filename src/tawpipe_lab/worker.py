@@ -209,8 +209,8 @@ def _measure(
     busy = {name: value / in_a_row for name, value in contender.busy().items()}
     edges = (sleeper.first_s - begin, end - sleeper.last_s) if sleeper is not None else (0.0, 0.0)
     delay = (sleeper.delay_s - before) / in_a_row if sleeper is not None else 0.0
-    mine = (moved.sent / in_a_row, moved.received / in_a_row, delay, edges, busy, contender.loss_share)
-    sent, received, delays, idle, lanes, losses = zip(*_gather(mine), strict=True)
+    own_values = (moved.sent / in_a_row, moved.received / in_a_row, delay, edges, busy, contender.loss_share)
+    sent, received, delays, idle, lanes, losses = zip(*_gather(own_values), strict=True)
     if sample < 0:
         return
     total, first = after[1] - ticks[1], [node[0] for node in topology.nodes]

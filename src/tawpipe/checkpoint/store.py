@@ -98,7 +98,7 @@ class Disk:
         self.leads = world.rank == 0
         self.resumed_step: int | None = None
         self.best: list[int] = []
-        self._mine: set[str] = set()
+        self._saved_names: set[str] = set()
 
     def clear(self) -> None:
         """Delete partial states that a crash left, and restore states that were about to be replaced."""
@@ -118,10 +118,10 @@ class Disk:
         An abandoned history is what an earlier run wrote after the step from which this run resumed; ``auto`` would
         choose it. Runs in the thread that saved, because removing many gigabytes is slow on some file systems.
         """
-        self._mine.add(name)
+        self._saved_names.add(name)
         complete, going = complete_states(self.folder), []
         if self.resumed_step is not None:
-            going = [p for p in complete if step_of(p) > self.resumed_step and p.name not in self._mine]
+            going = [p for p in complete if step_of(p) > self.resumed_step and p.name not in self._saved_names]
             complete = [path for path in complete if path not in going]
             going += self.folder.glob(f"step-*{ABANDONED}")
         try:

@@ -95,9 +95,9 @@ class Improving:
         strategy = schedule.step.strategy
         assert isinstance(strategy, ActivationPipeline)
         shape = strategy.shape_of(schedule.step)
-        mine = seconds_of([recording.spans() for recording in self._recordings], shape.layout)
+        local_seconds = seconds_of([recording.spans() for recording in self._recordings], shape.layout)
         self._recordings.clear()
-        everyone = self._world.together(lambda: [[*key, value] for key, value in mine.items()])
+        everyone = self._world.together(lambda: [[*key, value] for key, value in local_seconds.items()])
         if self._world.rank == 0:
             count = len(schedule.step.micro_batches[0])
             seconds: dict[tuple[int, str, int], list[float]] = {}
@@ -173,11 +173,11 @@ def seconds_of(steps: list[list[tuple[str, float, float]]], layout: Layout) -> d
     for kind in "FBIWOR":
         for stage in range(layout.stages):
             blocks = layout.blocks_of(stage)
-            mine = [fmean(of_block[kind, block]) for block in blocks if (kind, block) in of_block]
-            if kind == "I" and mine:  # embedding and head have a whole B instead
-                mine += [fmean(of_block["B", block]) for block in blocks if ("B", block) in of_block]
+            durations = [fmean(of_block[kind, block]) for block in blocks if (kind, block) in of_block]
+            if kind == "I" and durations:  # embedding and head have a whole B instead
+                durations += [fmean(of_block["B", block]) for block in blocks if ("B", block) in of_block]
             if kind == "B" and any(("I", block) in of_block for block in blocks):
                 continue
-            if mine:
-                of_stage[kind, stage] = sum(mine)
+            if durations:
+                of_stage[kind, stage] = sum(durations)
     return of_stage

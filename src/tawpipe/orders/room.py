@@ -86,7 +86,7 @@ class OrderMemory:
         self.held = [0] * layout.size
         self.waiting = [0] * layout.size
         """By position: the part of ``held`` that is kept for W."""
-        self.mine = [[0] * micro_batches for _ in range(layout.size)]
+        self.in_flight = [[0] * micro_batches for _ in range(layout.size)]
         """By position and micro-batch: memory held between F and I."""
         self.left = [[len(layout.stages_of(place))] * micro_batches for place in range(layout.size)]
         """By position and micro-batch: number of the position's stages, counted from its first, without a backward pass
@@ -135,12 +135,12 @@ class OrderMemory:
             work: number of the F.
             free: memory that is free after its start.
         """
-        mine, wanted, (step, number) = self.mine[place], self.wanted[place], divmod(work, self.count)
+        in_flight, wanted, (step, number) = self.in_flight[place], self.wanted[place], divmod(work, self.count)
         takes = self.takes[step]
-        mine[number] += takes
+        in_flight[number] += takes
         wanted[number] -= takes
-        fits = all_end(free + self.waiting[place], wanted, mine, self.most[place][-1])
-        mine[number] -= takes
+        fits = all_end(free + self.waiting[place], wanted, in_flight, self.most[place][-1])
+        in_flight[number] -= takes
         wanted[number] += takes
         return fits
 
@@ -149,12 +149,12 @@ class OrderMemory:
         step, m = divmod(work, self.count)
         self.held[place] += self.changes[step]
         if step < self.stages:
-            self.mine[place][m] += self.takes[step]
+            self.in_flight[place][m] += self.takes[step]
             self.wanted[place][m] -= self.takes[step]
         elif step < 2 * self.stages:
             self.waiting[place] += self.takes[step]
-            self.mine[place][m] -= self.kept[2 * self.stages - 1 - step]
+            self.in_flight[place][m] -= self.kept[2 * self.stages - 1 - step]
             self.left[place][m] -= 1
-            self.wanted[place][m] = self.most[place][self.left[place][m]] - self.mine[place][m]
+            self.wanted[place][m] = self.most[place][self.left[place][m]] - self.in_flight[place][m]
         else:
             self.waiting[place] += self.changes[step]

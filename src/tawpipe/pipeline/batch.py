@@ -125,8 +125,8 @@ class Deal:
         """
         size = self.micro_batch
         share = self.share or (lambda count: share_micro_batches(count, self.world_size, self.ranks))
-        mine = share(self.count(rows))[self.rank]
-        return tuple(Share(m, range(m * size, min((m + 1) * size, rows))) for m in mine)
+        numbers = share(self.count(rows))[self.rank]
+        return tuple(Share(m, range(m * size, min((m + 1) * size, rows))) for m in numbers)
 
     def local(self, batch: Mapping[str, Tensor] | LocalBatch) -> LocalBatch:
         """Check a global batch and return the part of this rank as copies on the CPU.

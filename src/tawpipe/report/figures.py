@@ -223,12 +223,12 @@ def timeline_figure(bars: Sequence[Bar], chosen: Sequence[int]) -> Any:
         bars: bars of a step.
         chosen: ranks to draw.
     """
-    mine = [bar for bar in bars if bar.rank in chosen]
-    rows = lanes_of(mine, chosen)
+    rank_bars = [bar for bar in bars if bar.rank in chosen]
+    rows = lanes_of(rank_bars, chosen)
     names = {row: f"rank {row[0]} {row[1]}" for row in rows}
     figure = _figure(70 + 24 * len(rows), barmode="overlay", xaxis_title="seconds", bargap=0.15)
     for kind, color in KINDS.items():
-        some = [bar for bar in mine if kind_of(bar) == kind]
+        some = [bar for bar in rank_bars if kind_of(bar) == kind]
         if some:
             figure.add_bar(
                 y=[names[bar.rank, bar.action.lane] for bar in some],

@@ -59,8 +59,8 @@ def summary(bars: Sequence[Bar], ranks: Sequence[int]) -> Iterator[str]:
     yield f"step of {end - begin:.3f} s, {len({bar.rank for bar in bars})} ranks, {len(bars)} actions"
     for rank in ranks:
         idle = gaps(bars, rank)
-        mine = [bar for bar in bars if bar.rank == rank]
-        busy = {lane: sum(b.end - b.begin for b in mine if b.action.lane is lane) for lane in Lane}
+        rank_bars = [bar for bar in bars if bar.rank == rank]
+        busy = {lane: sum(b.end - b.begin for b in rank_bars if b.action.lane is lane) for lane in Lane}
         lanes = ", ".join(f"{lane} {seconds:.3f}" for lane, seconds in busy.items() if seconds)
         first = sum(gap.end - gap.begin for gap in idle[:1] if gap.begin == begin)
         last = sum(gap.end - gap.begin for gap in idle[-1:] if gap.before is None)

@@ -46,15 +46,15 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) ->
     Raises:
         RunError: If not all ranks agreed in time.
     """
-    mine = secrets.token_hex(8)
-    store.set(f"{PREFIX}/hello/{rank}", mine)
+    number = secrets.token_hex(8)
+    store.set(f"{PREFIX}/hello/{rank}", number)
     end = time.monotonic() + timeout.total_seconds()
     offered: list[str] = []
     name = ""
     while time.monotonic() < end:
         if rank == 0:
             numbers = _numbers(store, world_size)
-            if len(numbers) == world_size and numbers[0] == mine and numbers != offered:
+            if len(numbers) == world_size and numbers[0] == number and numbers != offered:
                 offered, name = numbers, secrets.token_hex(8)
                 store.set(f"{PREFIX}/offer", json.dumps([name, numbers]))
             if name and store.check([f"{PREFIX}/yes/{name}/{r}" for r in range(1, world_size)]):
@@ -64,7 +64,7 @@ def agree_on_name(store: Any, rank: int, world_size: int, timeout: timedelta) ->
                 return name
         elif store.check([f"{PREFIX}/offer"]):
             offered_name, numbers = json.loads(store.get(f"{PREFIX}/offer"))
-            if numbers[rank : rank + 1] == [mine]:
+            if numbers[rank : rank + 1] == [number]:
                 if offered_name != name:
                     name = offered_name
                     store.set(f"{PREFIX}/yes/{name}/{rank}", "yes")

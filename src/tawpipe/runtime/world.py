@@ -97,9 +97,9 @@ class World:
         """Return the ``value`` of every rank, in rank order, on all ranks. Call on all ranks."""
         if self.group is None:
             return [value] * self.size
-        mine = torch.tensor([value], dtype=torch.float64, device="cpu")
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self.group)
+        local = torch.tensor([value], dtype=torch.float64, device="cpu")
+        everyone = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(everyone, local, group=self.group)
         return [float(number) for number in everyone]
 
     def broadcast_text(self, text: str) -> str:
@@ -151,9 +151,9 @@ class World:
         longest = int(max(self.gather_numbers(float(len(data)))))
         if not longest:
             return [""] * self.size
-        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self.group)
+        local = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+        everyone = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(everyone, local, group=self.group)
         return [padded.numpy().tobytes().rstrip(b"\0").decode() for padded in everyone]
 
     def together(self, act: Callable[[], Any], *, acts: bool = True, otherwise: str = "{}") -> list[Any]:
@@ -358,9 +358,9 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
     if not dist.is_initialized():
         _join(launch, picked, timeout)
         _joined.append(dist.group.WORLD)
-    mine = torch.tensor([launch.group_rank, launch.local_rank], device="cpu")
-    everyone = [torch.empty_like(mine) for _ in range(launch.world_size)]
-    dist.all_gather(everyone, mine)
+    place = torch.tensor([launch.group_rank, launch.local_rank], device="cpu")
+    everyone = [torch.empty_like(place) for _ in range(launch.world_size)]
+    dist.all_gather(everyone, place)
     machines = Topology.from_group_ranks([(int(a), int(b)) for a, b in everyone])
     if nodes is None:
         topology = machines

@@ -217,12 +217,12 @@ class StepSpec:
 
         With devices of different speeds, a slower device has fewer micro-batches in every round. If it had all of them
         in fewer rounds, the other devices would wait for it in these rounds."""
-        mine = self.micro_batches[rank]
+        share = self.micro_batches[rank]
         if self.speeds and self.shared is None:
-            first, end = (-(-len(mine) * past // self.rounds) for past in (number, number + 1))
-            return mine[first:end]
+            first, end = (-(-len(share) * past // self.rounds) for past in (number, number + 1))
+            return share[first:end]
         k = self.settings.micro_batches_per_visit
-        return mine[number * k : (number + 1) * k]
+        return share[number * k : (number + 1) * k]
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ class StepEnd:
     def __init__(self, rank: int, step: StepSpec, *, training: bool) -> None:
         model, homes, several = step.model, step.homes, step.topology.world_size > 1
         units = range(len(homes)) if training else ()
-        mine = [u for u in units if model.units[u].trainable and homes[u].index(rank) is not None]
-        self._units = sorted(mine, key=lambda u: model.units[u].blocks[0])
-        self._gradients = tuple(home_gradient(unit) for unit in mine if rank in homes[unit].ranks)
+        home_units = [u for u in units if model.units[u].trainable and homes[u].index(rank) is not None]
+        self._units = sorted(home_units, key=lambda u: model.units[u].blocks[0])
+        self._gradients = tuple(home_gradient(unit) for unit in home_units if rank in homes[unit].ranks)
         self._losses = tuple(map(loss, step.losses_of(rank)))
         self._lane = Lane.INTER_G if several else Lane.COMPUTE
         self._training, self._early = training, training and step.settings.early_updates

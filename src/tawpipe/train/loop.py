@@ -355,7 +355,7 @@ class Training:
             the longest computing time of a rank over the mean of all ranks; None if none has computed.
         """
         now = self.pipeline.executor.compute_s
-        seconds, work = (self.world.gather_numbers(mine) for mine in (now - self._computed_s, self._own_work))
+        seconds, work = (self.world.gather_numbers(value) for value in (now - self._computed_s, self._own_work))
         self._computed_s, self._own_work = now, 0.0
         for rank, times in self._stragglers.look(paces(seconds, work))[:3]:
             where = f"rank {rank} (node {self.world.nodes.node_of(rank)})"

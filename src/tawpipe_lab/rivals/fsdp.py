@@ -144,8 +144,8 @@ class _Sharded(Contender):
         super().__init__(name, asdict(settings))
         self.settings = settings
         shared = name == CONTEXT_PARALLEL
-        mine = workload.micro_batches // (1 if shared else topology.world_size)
-        self._first, self._rounds = 0 if shared else rank * mine, mine // settings.micro_batches_per_gather
+        own_count = workload.micro_batches // (1 if shared else topology.world_size)
+        self._first, self._rounds = 0 if shared else rank * own_count, own_count // settings.micro_batches_per_gather
         self._task = task_of(workload, self._busy)
         self.sleeper = self._task.sleeper
         self.layers, self.model = self._shard(topology)

@@ -69,14 +69,14 @@ class TransferLanes:
             lane: name of the lane.
             every: members of all groups of this lane; this rank is in one of them.
         """
-        mine = None
+        own_group = None
         for members in every:
             group = dist.new_group(sorted(members), group_desc=f"lab {lane}")
             if dist.get_rank() in members:
-                mine = group
-        assert isinstance(mine, dist.ProcessGroup)
-        self._lanes[lane], self._groups[lane] = CpuLane(lane, self._failure), mine
-        return mine
+                own_group = group
+        assert isinstance(own_group, dist.ProcessGroup)
+        self._lanes[lane], self._groups[lane] = CpuLane(lane, self._failure), own_group
+        return own_group
 
     def submit(self, lane: str, run: Callable[[], object], after: Sequence[CpuEvent] = ()) -> CpuEvent:
         """Queue ``run`` in the thread of ``lane``, after the events ``after``; return at once the event of its end."""

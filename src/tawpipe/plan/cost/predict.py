@@ -177,10 +177,12 @@ def bound_of(request: PlanRequest, step: StepSpec) -> float:
     seconds = request.block_seconds(step)
     factor, blocks = request.costs.compute_factor, strategy.computes(step)
     works = {
-        (len(share), mine, factor.get(rank, 1.0))
-        for rank, (share, mine) in enumerate(zip(step.micro_batches, blocks, strict=True))
+        (len(share), rank_blocks, factor.get(rank, 1.0))
+        for rank, (share, rank_blocks) in enumerate(zip(step.micro_batches, blocks, strict=True))
     }
-    compute = max(slower * number * sum(seconds[block] for block in mine) for number, mine, slower in works)
+    compute = max(
+        slower * number * sum(seconds[block] for block in rank_blocks) for number, rank_blocks, slower in works
+    )
     if topology.num_nodes == 1 or step.divided_over > 1:  # pipelines have no formula for their traffic
         return compute
     short, longer, left = shortened(request, step, PLAYED_ROUNDS)

@@ -201,12 +201,12 @@ class _Ruler:
             pairs: pairs of ranks; other ranks only wait.
             run: takes True on the first rank of a pair, and the rank of the partner; returns seconds.
         """
-        mine = next((pair for pair in pairs if self.world.rank in pair), None)
+        own_pair = next((pair for pair in pairs if self.world.rank in pair), None)
         taken = 0.0
         self.world.barrier()
-        if mine is not None:
-            first = self.world.rank == mine[0]
-            taken = run(first, mine[1] if first else mine[0])
+        if own_pair is not None:
+            first = self.world.rank == own_pair[0]
+            taken = run(first, own_pair[1] if first else own_pair[0])
         everyone = self.world.gather_numbers(taken)
         return [max(everyone[a], everyone[b]) for a, b in pairs]
 
@@ -339,9 +339,9 @@ def _inside(ruler: _Ruler, nodes: Sequence[Sequence[int]]) -> tuple[LinkModel, l
     shared = at_once < SHARED_BELOW * rate if several else ruler.world.device.type == "cpu"
     per_node = statistics.median(len(node) // 2 for node in with_pairs)
     notes = [
-        f"inside node {nodes.index(node)}: {_gbyte(mine)}, elsewhere {_gbyte(rate)}"
-        for node, mine in zip(with_pairs, one_way, strict=True)
-        if mine * ODD < rate
+        f"inside node {nodes.index(node)}: {_gbyte(node_rate)}, elsewhere {_gbyte(rate)}"
+        for node, node_rate in zip(with_pairs, one_way, strict=True)
+        if node_rate * ODD < rate
     ]
     if shared:  # on a shared link each message passes once, in either direction
         return LinkModel(max(rate, at_once * per_node), latency, full_duplex=True, shared=True), notes

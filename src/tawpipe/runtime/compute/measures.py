@@ -62,9 +62,9 @@ class LossByPosition:
 
         def head(hidden: Tensor, labels: Tensor, cut: slice) -> Tensor:
             """Return the summed loss of some positions, and add its parts to the buckets."""
-            mine = buckets[:, cut]
-            here = [bucket for bucket in mine.unique().tolist() if bucket >= 0]
-            bucket_labels = [labels.masked_fill((mine != bucket).to(labels.device), IGNORE) for bucket in here]
+            chunk_buckets = buckets[:, cut]
+            here = [bucket for bucket in chunk_buckets.unique().tolist() if bucket >= 0]
+            bucket_labels = [labels.masked_fill((chunk_buckets != bucket).to(labels.device), IGNORE) for bucket in here]
             total, *parts = chain.heads(hidden, [labels, *(bucket_labels if len(here) > 1 else [])])
             for bucket, part in zip(here, parts or [total], strict=False):
                 self._sums[bucket] += part

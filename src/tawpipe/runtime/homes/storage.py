@@ -401,18 +401,18 @@ class Storage:
         index = home.ranks.index(self.rank) if self.rank in home.ranks else None
         held = self.gradient if gradient else self.master
         dtype = self._dtype_of(unit)
-        mine = None if index is None else held[unit.index].to("cpu", dtype)
-        if gradient and mine is not None and unit.index in self.scales:
-            mine = mine * self.scales[unit.index].cpu()
+        local_shard = None if index is None else held[unit.index].to("cpu", dtype)
+        if gradient and local_shard is not None and unit.index in self.scales:
+            local_shard = local_shard * self.scales[unit.index].cpu()
         if self.rank != to:
-            if mine is not None:
-                dist.send(mine, to, group=world)
+            if local_shard is not None:
+                dist.send(local_shard, to, group=world)
             return None
         flat = torch.empty(home.padded, dtype=dtype, device="cpu")
         for stripe, rank in zip(flat.view(-1, home.stripe), home.ranks, strict=True):
             if rank == self.rank:
-                assert mine is not None
-                stripe.copy_(mine)
+                assert local_shard is not None
+                stripe.copy_(local_shard)
             else:
                 dist.recv(stripe, rank, group=world)
         if unit.packing is None:

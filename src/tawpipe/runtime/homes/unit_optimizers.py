@@ -303,10 +303,10 @@ class UnitOptimizers:
         for optimizer in self.optimizers[step.unit]:
             groups, used = optimizer.param_groups, list[dict[str, Any]]()
             for group in groups:
-                mine = [stand for whole in group["params"] for stand in stands if stand[0] is whole]
-                optimizer.state.update({value: dict(state) for _, value, state in mine if state})
-                if mine:
-                    values = [value for _, value, _ in mine]
+                group_stands = [stand for whole in group["params"] for stand in stands if stand[0] is whole]
+                optimizer.state.update({value: dict(state) for _, value, state in group_stands if state})
+                if group_stands:
+                    values = [value for _, value, _ in group_stands]
                     used.append({**{key: _copy(value) for key, value in group.items()}, "params": values})
                     step.options.append((group, used[-1]))
             optimizer.param_groups = used

@@ -26,20 +26,20 @@ class TransportError(RuntimeError):
     """Error of a message that is not the one this rank expects."""
 
 
-def compare_headers(mine: Tensor, theirs: Tensor, what: str) -> None:
+def compare_headers(local: Tensor, theirs: Tensor, what: str) -> None:
     """Compare the sequence number and the checksum of a message on its two sides.
 
     Args:
-        mine: Header of this rank: number and checksum.
+        local: Header of this rank: number and checksum.
         theirs: Header of the other rank.
         what: Description of the message for the error.
 
     Raises:
         TransportError: If the headers differ.
     """
-    if not torch.equal(mine, theirs):
+    if not torch.equal(local, theirs):
         raise TransportError(
-            f"{what}: this rank is at message {mine.tolist()} (number, checksum), the other at {theirs.tolist()}"
+            f"{what}: this rank is at message {local.tolist()} (number, checksum), the other at {theirs.tolist()}"
         )
 
 
@@ -55,9 +55,9 @@ class Message:
     def wait(self) -> None:
         """Wait for the header, compare it, and wait for the message."""
         if self.header is not None:
-            work, mine, theirs, what = self.header
+            work, local, theirs, what = self.header
             work.wait(self.timeout)
-            compare_headers(mine, theirs, what)
+            compare_headers(local, theirs, what)
         self.work.wait(self.timeout)
 
 
@@ -232,13 +232,13 @@ class Ahead:
         tag, move = counted << 29 | number % (1 << 8) << 21, dist.isend if send else dist.irecv
         header = None
         if self._strict:
-            mine = torch.tensor([number, checksum])
-            theirs = mine if send else torch.empty_like(mine)
+            local = torch.tensor([number, checksum])
+            theirs = local if send else torch.empty_like(local)
             first = move(theirs, peer, group=group, tag=tag)
             assert first is not None
             header = (
                 first,
-                mine,
+                local,
                 theirs,
                 f"{about} {'to' if send else 'from'} rank {peer} on {action.lane} {action.group}",
             )

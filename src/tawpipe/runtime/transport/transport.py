@@ -229,10 +229,10 @@ class Transport:
     def _make(self, key: tuple[Lane, str], schedules: Sequence[Schedule], timeout: timedelta) -> dist.ProcessGroup:
         """Make the group ``key`` on all ranks, with NCCL blocks that suit its transfers; return this rank's group."""
         lane, name = key
-        mine = self.topology.group(name, self.rank)
-        assert list(mine) == sorted(mine), "torch numbers the members of a group in the order of their ranks"
+        members = self.topology.group(name, self.rank)
+        assert list(members) == sorted(members), "torch numbers the members of a group in the order of their ranks"
         if name == "world":
-            every = [mine]
+            every = [members]
         elif name == "node":
             every = list(self.topology.nodes)
         elif name == "rail":
@@ -399,19 +399,19 @@ class Transport:
         members = self.topology.group(action.group, self.rank)
         size, here, each = len(members), members.index(self.rank), form.message_bytes(home.numel())
         pieces = copy.view(size, -1)
-        mine, *theirs = self._scratch[action.lane].room([each] * (1 + size))
-        encode_change(home, pieces[here], form, mine)
-        self._gather_messages(mine, size, self._groups[key])
+        local_message, *theirs = self._scratch[action.lane].room([each] * (1 + size))
+        encode_change(home, pieces[here], form, local_message)
+        self._gather_messages(local_message, size, self._groups[key])
         for at, (piece, message) in enumerate(zip(pieces, theirs, strict=True)):
             if at == here:
                 piece.copy_(home)
             else:
                 decode_change(message, form, piece)
 
-    def _gather_messages(self, mine: Tensor, size: int, group: dist.ProcessGroup) -> None:
-        """Gather the messages ``mine`` of all members into the memory directly behind ``mine``."""
-        together = mine.as_strided((size * mine.numel(),), (1,), mine.storage_offset() + mine.numel())
-        self._wait(_all_gather(together, mine, group=group, async_op=True))
+    def _gather_messages(self, message: Tensor, size: int, group: dist.ProcessGroup) -> None:
+        """Gather the messages ``message`` of all members into the memory directly behind ``message``."""
+        together = message.as_strided((size * message.numel(),), (1,), message.storage_offset() + message.numel())
+        self._wait(_all_gather(together, message, group=group, async_op=True))
 
     def _in_8_bits(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
         """Run an all_gather or a reduce_scatter with numbers in 8 bits.
@@ -422,9 +422,9 @@ class Transport:
         size, here, scratch = len(members), members.index(self.rank), self._scratch[action.lane]
         stripe = min(source.numel(), target.numel())
         if action.collective == "all_gather":
-            mine, *all_of_them = scratch.take([stripe] * (1 + size), action.compression)
-            encode(source, action.compression, mine)
-            self._gather_messages(mine, size, group)
+            local_message, *all_of_them = scratch.take([stripe] * (1 + size), action.compression)
+            encode(source, action.compression, local_message)
+            self._gather_messages(local_message, size, group)
             for piece, message in zip(target.view(size, -1), all_of_them, strict=True):
                 decode(message, action.compression, piece)
             return
@@ -500,12 +500,12 @@ class Transport:
         """
         about = f"b{action.block} m{action.micro_batch} u{action.unit} r{action.root}"
         text = f"{action.op} {action.collective} {about} {action.compression}"
-        mine = self._header(key, text)
+        header = self._header(key, text)
         members = self.topology.group(action.group, self.rank)
-        all_headers = torch.empty(len(members) * 2, dtype=mine.dtype, device=self.device)
-        self._wait(_all_gather(all_headers, mine, group=self._groups[key], async_op=True))
+        all_headers = torch.empty(len(members) * 2, dtype=header.dtype, device=self.device)
+        self._wait(_all_gather(all_headers, header, group=self._groups[key], async_op=True))
         for member, theirs in zip(members, all_headers.view(-1, 2), strict=True):
-            compare_headers(mine, theirs, f"{text} with rank {member} on {key[0]} {key[1]}")
+            compare_headers(header, theirs, f"{text} with rank {member} on {key[0]} {key[1]}")
 
     def _check_exchange(self, key: tuple[Lane, str], action: Action) -> None:
         """Exchange headers with the peers of all transfers of the action, and compare them.
@@ -520,13 +520,13 @@ class Transport:
             counter = (key[0], f"{pair[0]}>{pair[1]}")
             self._sequence.setdefault(counter, 0)
             about = str(t.buffer) if t.buffer.is_activation else f"u{t.unit}"
-            mine = self._header(counter, f"{about} {action.compression}")
+            header = self._header(counter, f"{about} {action.compression}")
             if t.send:
-                works.append(dist.isend(mine, t.peer, group=group))
+                works.append(dist.isend(header, t.peer, group=group))
             else:
-                theirs = torch.empty_like(mine)
+                theirs = torch.empty_like(header)
                 works.append(dist.irecv(theirs, t.peer, group=group))
-                checks.append((mine, theirs, f"{t} on {key[0]}"))
+                checks.append((header, theirs, f"{t} on {key[0]}"))
         for work in works:
             self._wait(work)
         for check in checks:

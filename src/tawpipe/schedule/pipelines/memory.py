@@ -85,7 +85,7 @@ def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, floa
     hosts, table = order.host or ((),) * layout.size, costs.stages(layout)
     for place, (compute, host) in enumerate(zip(order.compute, hosts, strict=True)):
         levels, other = table.levels(compute), table.levels(host)
-        for works, mine, others, theirs in ((compute, levels, host, other), (host, other, compute, levels)):
+        for works, own_levels, others, theirs in ((compute, levels, host, other), (host, other, compute, levels)):
             started = 0
             for index, work in enumerate(works):
                 start = times[work][0]
@@ -93,7 +93,7 @@ def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, floa
                     started += 1
                 if not table.taken[work.kind, work.stage]:
                     continue
-                if wait := _least(table.limits[place] - mine[2 * index + 1], theirs, started):
+                if wait := _least(table.limits[place] - own_levels[2 * index + 1], theirs, started):
                     after[work] = others[wait - 1]
     return replace(order, after=after)
 

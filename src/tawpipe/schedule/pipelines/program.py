@@ -456,15 +456,19 @@ def _with_contexts(program: Sequence[Action]) -> tuple[Action, ...]:
                 last[buffer] = index
     actions: list[Action] = []
     for index, action in enumerate(program):
-        mine = next((buffer for buffer in (*action.reads, *action.writes) if buffer.kind is Kind.CONTEXT), None)
-        if mine is not None:
-            if mine not in existing and mine in action.reads:
-                actions.append(Action(Op.PREPARE, Lane.COMPUTE, (), (mine,), micro_batch=action.micro_batch))
-            if mine not in last:  # a frozen embedding alone on its position
-                actions.append(replace(action, writes=tuple(buffer for buffer in action.writes if buffer != mine)))
+        context_buffer = next(
+            (buffer for buffer in (*action.reads, *action.writes) if buffer.kind is Kind.CONTEXT), None
+        )
+        if context_buffer is not None:
+            if context_buffer not in existing and context_buffer in action.reads:
+                actions.append(Action(Op.PREPARE, Lane.COMPUTE, (), (context_buffer,), micro_batch=action.micro_batch))
+            if context_buffer not in last:  # a frozen embedding alone on its position
+                actions.append(
+                    replace(action, writes=tuple(buffer for buffer in action.writes if buffer != context_buffer))
+                )
                 continue
-            existing.add(mine)
-            frees = tuple(buffer for buffer in action.frees if buffer != mine)
-            action = replace(action, frees=(*frees, mine) if last.get(mine) == index else frees)
+            existing.add(context_buffer)
+            frees = tuple(buffer for buffer in action.frees if buffer != context_buffer)
+            action = replace(action, frees=(*frees, context_buffer) if last.get(context_buffer) == index else frees)
         actions.append(action)
     return tuple(actions)

@@ -268,8 +268,8 @@ class Contents:
         gathers = parts[0].action.collective == "all_gather"
         for part in parts:
             (buffer,), here = part.action.reads, self.places[part.rank]
-            mine = frozenset((self._place(part.rank),))
-            if part.action.reads != parts[0].action.reads or here.get(buffer) != mine:
+            own_places = frozenset((self._place(part.rank),))
+            if part.action.reads != parts[0].action.reads or here.get(buffer) != own_places:
                 raise ScheduleError(f"a member brings {buffer} with {here.get(buffer)}: {part}")
             if (buffer.kind is Kind.KEYS) != gathers:
                 raise ScheduleError(f"keys are gathered, their gradients summed up: {part}")
@@ -369,9 +369,9 @@ class Contents:
             if action.op in (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT):
                 part = (action.block, action.micro_batch, int(action.op is Op.BACKWARD_WEIGHT))
             for unit, name in zip(units, action.gradients, strict=True):
-                mine = self._gradient(unit, running, part)
+                gradient = self._gradient(unit, running, part)
                 before = [self._read(name, running)] if name in action.reads else []
-                self._write(name, self._sum([*before, mine], running), running)
+                self._write(name, self._sum([*before, gradient], running), running)
         if ranks > 1 and block.kind == "layer":
             self._keys(running)
         if action.micro_batch in step.neighbours and block.kind == "layer":

@@ -374,7 +374,7 @@ class _Checker:
     def _places(self) -> dict[int, int]:
         """Micro-batch -> its position in its round."""
         rounds = (self.step.in_round(self.rank, number) for number in range(self.step.rounds))
-        return {m: place for mine in rounds for place, m in enumerate(mine)}
+        return {m: place for micro_batches in rounds for place, m in enumerate(micro_batches)}
 
     def _zero(self, action: Action) -> Iterator[str]:
         """Yield the faults of a ZERO: it must write one gradient of an existing unit, and read nothing."""

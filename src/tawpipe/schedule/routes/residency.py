@@ -126,13 +126,15 @@ def plan_residency(
     full: list[dict[int, Stay]] = [{} for _ in uses]
     slices: list[dict[int, Stay]] = [{} for _ in uses]
     for size in {home.padded for home in step.homes}:
-        mine = [[unit for unit in units if step.homes[unit].padded == size] for units in uses]
-        most = max(map(len, mine), default=0)
+        visit_units = [[unit for unit in units if step.homes[unit].padded == size] for units in uses]
+        most = max(map(len, visit_units), default=0)
         if not most:
             continue
         capacity = ahead + 1 + (0 if in_slices else cached)
-        whole = plan_stays(mine, capacity=capacity * most, busy=ahead, reuse=reuse)
-        missing = mine if in_place else [[unit for unit, stay in stays.items() if not stay.held] for stays in whole]
+        whole = plan_stays(visit_units, capacity=capacity * most, busy=ahead, reuse=reuse)
+        missing = (
+            visit_units if in_place else [[unit for unit, stay in stays.items() if not stay.held] for stays in whole]
+        )
         passing = plan_stays(missing, capacity=(ahead + 1 + cached) * most, busy=slices_busy or 0, reuse=reuse)
         for number in range(len(uses)):
             full[number].update(whole[number])
