@@ -117,8 +117,8 @@ def _earlier_rows(suite: Suite, out: Path) -> list[dict[str, Any]]:
         good = all(row["suite"] == suite.name for row in rows)
         kept = [row for row in rows if row["cell"] == json.loads(json.dumps(known.get(row["cell"]["name"])))]
         wanted = {cell.name: {entry.label for entry in cell.strategies or suite.strategies} for cell in suite.cells}
-        there = {name: {row["label"] for row in kept if row["cell"]["name"] == name} for name in known}
-        kept = [row for row in kept if row["label"] in wanted[(name := row["cell"]["name"])] <= there[name]]
+        labels = {name: {row["label"] for row in kept if row["cell"]["name"] == name} for name in known}
+        kept = [row for row in kept if row["label"] in wanted[(name := row["cell"]["name"])] <= labels[name]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError("--resume", str(path), f"results that `tawpipe lab compare` wrote ({error!r})") from error
     if not good:

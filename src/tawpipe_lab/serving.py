@@ -114,10 +114,10 @@ def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkM
     for rank in range(topology.world_size):
         last = rank == topology.world_size - 1
         amount = groups * laps * workload.slots * ID_BYTES if last else tokens * workload.token_bytes
-        here, there = topology.node_of(rank), topology.node_of((rank + 1) % topology.world_size)
-        if here != there:
+        here, target = topology.node_of(rank), topology.node_of((rank + 1) % topology.world_size)
+        if here != target:
             sent[here] += amount
-            received[there] += amount
+            received[target] += amount
     long, (heavy, latencies) = way.stage_seconds(workload.chunk), way.hops(workload.chunk)
     with_chunks = workload.chunks * lap_seconds(long, heavy, latencies, groups)
     compute_s, link_s = (

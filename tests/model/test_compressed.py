@@ -25,7 +25,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.files.export import export_hugging_face
 from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.serving.engine import load_engine
-from tawpipe.serving.held import form_there
+from tawpipe.serving.held import stored_form
 from tawpipe.serving.passes import Drawn, Room, Sampling
 from tawpipe.serving.requests import Question, Slots
 
@@ -114,7 +114,7 @@ def test_compressed_export_loads_back_as_its_dequantized_matrices(tmp_path: Path
     model = exported(tmp_path / "few", format, shard=shard)
     chain = Chain(LlamaForCausalLM(config()))
     source = SafetensorsSource(chain, tmp_path / "few")
-    assert form_there(chain, source.codes) == ("w4" if format == "w4a16" else "int8")
+    assert stored_form(chain, source.codes) == ("w4" if format == "w4a16" else "int8")
     for unit in chain.units:
         flat = source.unit(unit)
         for slot in unit.slots:

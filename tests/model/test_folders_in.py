@@ -59,11 +59,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return str(cached)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    return SimpleNamespace(there=there, asked=asked)
+    return SimpleNamespace(gather_hops=there, asked=asked)
 
 
 def test_hub_download_fetches_only_the_files_that_are_read(hub: SimpleNamespace) -> None:
-    shards(hub.there)
+    shards(hub.gather_hops)
     own = ["chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tekken.json", "spiece.model"]
     own += ["qwen.tiktoken", "vocab.bpe", "merges.txt", "modeling_own.py", "tokenizer.model.v3"]
     others = ["consolidated.00.pth", "consolidated.safetensors", "original/params.json", "original/model.safetensors"]
@@ -75,8 +75,8 @@ def test_hub_download_fetches_only_the_files_that_are_read(hub: SimpleNamespace)
         "model.safetensors",
     ]
     for name in own + others:
-        (hub.there / name).parent.mkdir(exist_ok=True)
-        (hub.there / name).write_text("")
+        (hub.gather_hops / name).parent.mkdir(exist_ok=True)
+        (hub.gather_hops / name).write_text("")
     folder = resolve_model("a/b@v1.0")
     assert folder is not None
     fetched = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -89,7 +89,7 @@ def test_hub_commit_is_recorded_in_origin_and_adapter(hub: SimpleNamespace) -> N
     pytest.importorskip("peft")
     from tawpipe.model.settings import LoraSettings
 
-    real_model(family_config("llama"), torch.float32).save_pretrained(hub.there)
+    real_model(family_config("llama"), torch.float32).save_pretrained(hub.gather_hops)
     built = build_model("a/b@main", max_positions=8, lora=LoraSettings(rank=2))
     assert built.commit == COMMIT and f"a/b at commit {COMMIT}" in built.origin(seed=0)
     (config,) = built.model.peft_config.values()
@@ -97,8 +97,8 @@ def test_hub_commit_is_recorded_in_origin_and_adapter(hub: SimpleNamespace) -> N
 
 
 def test_hub_model_without_safetensors_is_refused(hub: SimpleNamespace) -> None:
-    (hub.there / "config.json").write_text("{}")
-    (hub.there / "pytorch_model.bin").write_text("")
+    (hub.gather_hops / "config.json").write_text("{}")
+    (hub.gather_hops / "pytorch_model.bin").write_text("")
     with pytest.raises(UserError, match="with safetensors, which this has not"):
         resolve_model("a/b")
 

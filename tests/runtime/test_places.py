@@ -25,7 +25,7 @@ def test_offload_places_hold_rows_of_any_length_without_growing(tmp_path, in_fil
         places.reserve(offloaded(0, 1), (1, 40, 3), rows.dtype, spans_of(40, 8))  # for the step that comes
         found = [tokens.clone() for tokens in place.read(spans_of(length, 8))]
         assert torch.equal(torch.cat(found, 1), rows)
-    assert len(places._there) == 1
+    assert len(places._places) == 1
     assert places.file_bytes == (40 * 3 * 4 if in_files else 0)
     places.close()
 

@@ -287,7 +287,7 @@ def test_staging_buffers_match_the_planned_bytes(recompute, monkeypatch):
     slots = [slot for one in made for free in one._free.values() for slot in free]
     memory = BlockMemory(16 * 4, {"kept": 2 * 8 * 4})  # by explicit scores, which have no log-sum-exp
     said = memory.staged(make(llama(4), 2, 2, 4, **case), IN_CHUNKS["sequence_chunk"])
-    assert sum(slot.room._there.nbytes for slot in slots) == said > 0
+    assert sum(slot.room._tensor.nbytes for slot in slots) == said > 0
 
 
 SLOW_RANKS = [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 3))]

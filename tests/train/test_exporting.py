@@ -225,7 +225,7 @@ def test_number_of_simultaneous_checkpoints_is_counted(
 ) -> None:
     config = load_config(["--steps", "10"])
     config = replace(config, checkpoint=replace(config.checkpoint, **changes))
-    assert checkpoints_at_most(config, done=done, there=there) == most
+    assert checkpoints_at_most(config, done=done, existing=there) == most
 
 
 def test_folder_that_is_not_a_run_is_named(tmp_path: Path):

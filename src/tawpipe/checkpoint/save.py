@@ -101,9 +101,9 @@ def _through_pinned(values: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
 
     def arrive() -> None:
         """Wait for the oldest transfer and copy it from its buffer to its target."""
-        arrived, there, copy = under_way.popleft()
+        arrived, source, copy = under_way.popleft()
         arrived.synchronize()
-        copy.copy_(there)
+        copy.copy_(source)
 
     number = 0
     for value, copy in zip(values, copies, strict=True):
@@ -111,9 +111,9 @@ def _through_pinned(values: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
         for part, target in zip(value.reshape(-1).split(size), copy.view(-1).split(size), strict=True):
             if len(under_way) == len(passing):
                 arrive()
-            there = passing[number % 2][: part.numel() * part.element_size()].view(part.dtype)
-            there.copy_(part, non_blocking=True)
-            under_way.append((torch.cuda.current_stream().record_event(), there, target))
+            pinned = passing[number % 2][: part.numel() * part.element_size()].view(part.dtype)
+            pinned.copy_(part, non_blocking=True)
+            under_way.append((torch.cuda.current_stream().record_event(), pinned, target))
             number += 1
     while under_way:
         arrive()

@@ -46,7 +46,7 @@ def request_for(words: PlanWords, machine: Machine, *, here: Any, dtype: Any) ->
     from tawpipe.model.files.build import PRESETS, build_model
     from tawpipe.model.flops import KNOWN_DEVICES, key_bytes, memory_rate, peak_flops
     from tawpipe.plan.cost.measure import USABLE, device_name, system_of
-    from tawpipe.serving.held import WeightBytes, form_there, refuse_serving
+    from tawpipe.serving.held import WeightBytes, refuse_serving, stored_form
     from tawpipe.serving.pass_costs import estimated_passes, measured_passes
     from tawpipe.serving.planner import HAND_S, ServeRequest
 
@@ -65,7 +65,7 @@ def request_for(words: PlanWords, machine: Machine, *, here: Any, dtype: Any) ->
     refuse_serving(chain, words.context)
     form, kind = words.weights or AUTO, "cpu" if device.name == "CPU" else "cuda"
     if form == AUTO:
-        form = form_there(chain, getattr(built.source(chain, seed=0), "codes", lambda name: None))
+        form = stored_form(chain, getattr(built.source(chain, seed=0), "codes", lambda name: None))
     weights = WeightBytes.of(chain, form, dtype, kind)
     sizes, model = chain.config.get_text_config(), chain.spec
     flops = device.flops or peak_flops(device.name, str(dtype).removeprefix("torch."))

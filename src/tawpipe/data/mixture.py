@@ -87,8 +87,8 @@ class Mixture:
         return max(dataset.longest for dataset in self.sets)
 
     def sample(self, number: int) -> MicroBatch:
-        set_number, there = self.place(number)
-        return self.sets[set_number].sample(there)
+        set_number, local_number = self.place(number)
+        return self.sets[set_number].sample(local_number)
 
     def step(self, first: int, tokens: int) -> StepDocuments:
         """Return the documents of a step of up to ``tokens`` tokens; reads them at once if a set is streamed."""
@@ -102,20 +102,20 @@ class Mixture:
 
     def length(self, number: int) -> int:
         """Return the tokens of sample ``number``; reads it only if its set is streamed."""
-        set_number, there = self.place(number)
-        return self.sets[set_number].length(there)
+        set_number, local_number = self.place(number)
+        return self.sets[set_number].length(local_number)
 
     def __len__(self) -> int:
         """Return the samples in one pass of the mixture: the sum over all sets that are not streamed."""
         return sum(len(dataset) for dataset in self.sets if isinstance(dataset, PackedDataset))
 
     def state_dict(self, number: int) -> dict[str, Any]:
-        states = [dataset.state_dict(there) for dataset, there in zip(self.sets, self.counts(number), strict=True)]
+        states = [dataset.state_dict(samples) for dataset, samples in zip(self.sets, self.counts(number), strict=True)]
         return {"sample": number, "sets": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for dataset, there in zip(self.sets, state["sets"], strict=True):
-            dataset.load_state_dict(there)
+        for dataset, dataset_state in zip(self.sets, state["sets"], strict=True):
+            dataset.load_state_dict(dataset_state)
 
 
 def sample_shares(weights: Sequence[float], tokens_per_sample: Sequence[float]) -> NDArray[np.float64]:

@@ -174,7 +174,7 @@ class _Preparation:
     def _cached(self, begin: float) -> PreparedData:
         """Tokenise all files (or find them in the cache), choose length and packing, and build the data sets."""
         tokenised = [self.text.corpus(source.files, "--data") for source in self.sets]
-        corpora, reused = [corpus for corpus, _ in tokenised], all(was_there for _, was_there in tokenised)
+        corpora, reused = [corpus for corpus, _ in tokenised], all(was_cached for _, was_cached in tokenised)
         fraction = 0.0 if self.validation.files else self.settings.validation_fraction
         split = split_documents([corpus.identities for corpus in corpora], fraction, self.seed)
         if fraction > 0 and not any(len(out) for _, out in split):

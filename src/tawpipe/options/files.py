@@ -37,8 +37,8 @@ def read_mapping(file: str) -> dict[Any, Any]:
     try:
         values = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_EachKeyOnce)
     except (OSError, UnicodeDecodeError) as error:
-        there = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
-        raise UserError("--config", file, f"a YAML file that can be read: {there}") from error
+        reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
+        raise UserError("--config", file, f"a YAML file that can be read: {reason}") from error
     except yaml.YAMLError as error:
         raise UserError("--config", file, f"plain YAML without tags: {_in_words(error)}") from error
     if values is None:

@@ -121,10 +121,10 @@ class Judged:
         Args:
             passes: layout, costs and number of micro-batches of the neighbour.
         """
-        count, here, there = passes.micro_batches, self.draft.choice.layout, passes.stages.layout
+        count, here, neighbour = passes.micro_batches, self.draft.choice.layout, passes.stages.layout
         starts = self.starts
-        if here.stages != there.stages:
-            same = [bisect_right(here.cuts, first) - 1 for first in there.cuts]
+        if here.stages != neighbour.stages:
+            same = [bisect_right(here.cuts, first) - 1 for first in neighbour.cuts]
             last = [here.stages - 1 - at for at in reversed(same)]
             steps = [*same, *(here.stages + at for at in last), *(2 * here.stages + at for at in last)]
             starts = [start for step in steps for start in starts[step * count : (step + 1) * count]]

@@ -221,7 +221,7 @@ def smallest(layout: Layout, costs: PipelineCosts) -> float:
     else:
         stays = [kept - moved for kept, moved in zip(table.kept, table.moved, strict=True)]
         stages = map(layout.stages_of, range(layout.size))
-        each = [sum(stays[s] for s in there) + max(table.moved[s] for s in there) for there in stages]
+        each = [sum(stays[s] for s in own_stages) + max(table.moved[s] for s in own_stages) for own_stages in stages]
         what = "one stage's of one micro-batch, all else in the host's memory"
     least = max(resident + kept for resident, kept in zip(table.resident, each, strict=True))
     if not fits(costs, least):

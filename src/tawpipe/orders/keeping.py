@@ -264,8 +264,8 @@ class Annealing:
         borders = [b for b in range(1, last) if keeps[b] != keeps[b + 1]]
         if borders and self.random.random() < 0.5:
             border = self.random.choice(borders)
-            here, there = (border, border + 1) if self.random.random() < 0.5 else (border + 1, border)
-            new[here] = keeps[there]
+            here, source = (border, border + 1) if self.random.random() < 0.5 else (border + 1, border)
+            new[here] = keeps[source]
         else:
             new[block] = self.random.choice(self.names)
             if self.random.random() < 0.4:

@@ -142,9 +142,9 @@ class Moves:
         for less, more, (first, end), (start, stop), changed in self._placed(plan):
             if len(set(changed.places)) < self.positions:
                 continue
-            here, there = self.total[less], self.total[more]
+            here, target = self.total[less], self.total[more]
             out = here[end] - here[first] - here[stop] + here[start]
-            into = there[end] - there[first] - there[stop] + there[start]
+            into = target[end] - target[first] - target[stop] + target[start]
             loads[less] -= out
             loads[more] += into
             if (most := max(loads)) < limit:
@@ -208,10 +208,10 @@ class Moves:
         gives work to all positions early.
         """
         size, blocks = self.positions, self.blocks
-        there, back = tuple(range(size)), tuple(range(size - 1, -1, -1))
-        turns = [turn for number in (1, 2, 3) for turn in product((there, back), repeat=number) if turn[0] is there]
-        turns += [(there,) * 4, (there, back) * 2]
-        for turn, ramp in product(turns, ((), there, back)):
+        forth, back = tuple(range(size)), tuple(range(size - 1, -1, -1))
+        turns = [turn for number in (1, 2, 3) for turn in product((forth, back), repeat=number) if turn[0] is forth]
+        turns += [(forth,) * 4, (forth, back) * 2]
+        for turn, ramp in product(turns, ((), forth, back)):
             turned = sum(turn, ())
             stages = len(ramp) + len(turned)
             if stages <= min(blocks, self.most):

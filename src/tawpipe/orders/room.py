@@ -31,10 +31,10 @@ def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
     if max(needed) > stages.costs.memory:
         scale = stages.costs.memory_scale if isinstance(stages.costs, Ticks) else 1.0
         place = needed.index(max(needed))
-        least, there = max(needed) / scale, stages.costs.memory / scale
+        least, available = max(needed) / scale, stages.costs.memory / scale
         expected = f"at least {least:.6g}: position {place} keeps that for one micro-batch in {layout}"
-        expected += f", {least - there:.3g} more than available"
-        raise UserError("memory of a position", f"{there:.6g}", expected, need=MemoryOfPosition())
+        expected += f", {least - available:.3g} more than available"
+        raise UserError("memory of a position", f"{available:.6g}", expected, need=MemoryOfPosition())
     for place in range(layout.size):
         own_stages = layout.stages_of(place)
         for stage, below in zip(own_stages, accumulate(stages.kept[stage] for stage in own_stages), strict=True):
@@ -51,12 +51,12 @@ def all_end(free: float, wanted: Sequence[float], held: Sequence[float], enough:
         held: for each micro-batch in order, the memory that it frees at its end.
         enough: amount of free memory with which all can certainly finish.
     """
-    for more, there in zip(wanted, held, strict=True):
+    for more, release in zip(wanted, held, strict=True):
         if free >= enough:
             return True
         if more > free:
             return False
-        free += there
+        free += release
     return True
 
 

@@ -219,15 +219,15 @@ def refuse_host(
         raise UserError(setting, level, "none: the device and its host have one memory, and nothing is gained")
     less = "none, or state" if level == "all" else "none"
     for number, ranks in enumerate(machines.nodes):
-        needed, there = sum(wanted[rank] for rank in ranks), min(free[rank] for rank in ranks)
-        if there and needed > there:
-            more = math.ceil(len(machines.nodes) * needed / there)
+        needed, available = sum(wanted[rank] for rank in ranks), min(free[rank] for rank in ranks)
+        if available and needed > available:
+            more = math.ceil(len(machines.nodes) * needed / available)
             spread = f"; spread over {more} such machines homes would fit"
             if any(len(home.copies) > 1 for home in step.homes):
                 spread = f"; {step.strategy.name} keeps all of them on every machine, which the other strategies do not"
             expected = (
                 f"{less}, or {needed / 2**30:.1f} GiB of free memory on machine {number}, which has "
-                f"{there / 2**30:.1f} GiB besides what other processes hold{spread}"
+                f"{available / 2**30:.1f} GiB besides what other processes hold{spread}"
             )
             raise UserError(setting, level, expected)
     for rank, most in enumerate(lockable):

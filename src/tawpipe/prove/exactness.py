@@ -116,8 +116,8 @@ def in_host(world: World) -> Outcome:
     def compare(name: str) -> None:
         wanted, *_ = _steps(world, name, optimizer=adamw(1e-2))
         for level in strategies()[name].host_levels[1:]:
-            there, *_ = _steps(world, name, TRANSFERS, optimizer=adamw(1e-2), host_homes=level)
-            if world.rank == 0 and not _equal(wanted, there):
+            actual, *_ = _steps(world, name, TRANSFERS, optimizer=adamw(1e-2), host_homes=level)
+            if world.rank == 0 and not _equal(wanted, actual):
                 differ.append(f"{name} ({level})")
 
     tried, refused = each_way(IN_HOST, compare)

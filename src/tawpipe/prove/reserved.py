@@ -69,7 +69,7 @@ def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
     chain = on_meta(config)
     asked = ask(world, chain, [tokens], settings, dtype, rows=2 * world.size)
     needs = memory_of(asked, build(asked.step(settings)))
-    there = live_bytes(device)
+    base_bytes = live_bytes(device)
     pipeline = Pipeline(
         chain, optimizer=adamw(), schedule=settings, dtype=dtype, checks=CheckSettings(check="never"), world=world
     )
@@ -77,7 +77,7 @@ def _of(world: World, settings: ScheduleSettings) -> dict[str, Any]:
         batches = [rows(config, 2 * world.size, tokens, seed=seed) for seed in range(2)]
         pipeline.step(batches[0])
         pipeline.drain()
-        before = live_bytes(device) - there
+        before = live_bytes(device) - base_bytes
         allocated = before + peak_of_step(pipeline.executor, lambda: pipeline.step(batches[1]))
         taken = Taken.of(device) if device.type == "cuda" else None
         groups = {f"{lane} {name}": size for (lane, name), size in pipeline.transport.group_bytes.items()}

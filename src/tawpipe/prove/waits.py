@@ -194,7 +194,7 @@ def _beside_a_receive(run: Callable[[], None], world: World, mate: int, groups: 
         seconds = _timed(run, world)
         world.barrier()
         return seconds
-    there, here = ("send", "receive") if world.rank % 2 else ("receive", "send")
+    outbound, here = ("send", "receive") if world.rank % 2 else ("receive", "send")
     message, answer = torch.zeros(2, 1 << 20, device=world.device)
     for group in (groups["receive"], groups["send"]):  # make the connections now, as both ranks are needed for that
         pair = [dist.P2POp(dist.isend, answer, mate, group), dist.P2POp(dist.irecv, message, mate, group)]
@@ -204,7 +204,7 @@ def _beside_a_receive(run: Callable[[], None], world: World, mate: int, groups: 
     assert work is not None
     seconds = _timed(run, world)
     world.barrier()
-    dist.send(answer, mate, group=groups[there])
+    dist.send(answer, mate, group=groups[outbound])
     work.wait()
     return seconds
 

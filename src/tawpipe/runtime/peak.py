@@ -42,13 +42,13 @@ def peaks(parts: Sequence[Callable[[], object]], device: torch.device) -> list[P
 
 def _on_cuda(parts: Sequence[Callable[[], object]], device: torch.device) -> list[Peak]:
     """Run ``parts``, and read the peak of each from torch's CUDA allocator."""
-    there, peaks = torch.cuda.memory_allocated(device), list[Peak]()
+    baseline, peaks = torch.cuda.memory_allocated(device), list[Peak]()
     for part in parts:
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         part()
         most, after = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        peaks.append(Peak(before - there, most - there, after - there))
+        peaks.append(Peak(before - baseline, most - baseline, after - baseline))
     return peaks
 
 

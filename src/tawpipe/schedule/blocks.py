@@ -114,8 +114,8 @@ def reload(block: int, m: int, place: int, kind: Kind = Kind.INPUT) -> Action:
         place: position of the micro-batch in its round.
         kind: kind of the activation.
     """
-    there, back = (offloaded(place, block, kind),), (reloaded(place, block, kind),)
-    return Action(Op.RELOAD, Lane.HOST, there, back, there, block=block, micro_batch=m)
+    host_buffers, back = (offloaded(place, block, kind),), (reloaded(place, block, kind),)
+    return Action(Op.RELOAD, Lane.HOST, host_buffers, back, host_buffers, block=block, micro_batch=m)
 
 
 def left_behind(step: StepSpec, block: int, m: int) -> tuple[Buffer, ...]:

@@ -94,7 +94,7 @@ class WeightBytes:
         return cls(*zip(*units, strict=True))
 
 
-def form_there(chain: Chain, codes: Callable[[str], tuple[Tensor, Tensor] | None]) -> str:
+def stored_form(chain: Chain, codes: Callable[[str], tuple[Tensor, Tensor] | None]) -> str:
     """Return the format of the first quantised weight in a folder; ``none`` if no weight is quantised.
 
     Args:
@@ -152,9 +152,9 @@ def hold_weights(
         flat = values(unit).to(chain.device, chain.dtype)
         coded = dict[str, tuple[Tensor, Tensor]]()
         for slot in unit.slots:
-            there = codes(slot.name) if slot.name in modules else None
-            if there is not None and form in (AUTO, form_of(there[1])):
-                coded[slot.name] = there
+            slot_codes = codes(slot.name) if slot.name in modules else None
+            if slot_codes is not None and form in (AUTO, form_of(slot_codes[1])):
+                coded[slot.name] = slot_codes
             elif slot.name in modules and form != AUTO:
                 coded[slot.name] = quantise_rows(slot.view(flat), form)
         chain.hold(unit.index, flat, without=coded)

@@ -323,10 +323,10 @@ class Transfers:
 
     def _latency(self, sender: int, receiver: int) -> float:
         """Return the latency in seconds of one message; between nodes the larger one of their links."""
-        here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
-        if here == there:
+        here, target = self.topology.node_of(sender), self.topology.node_of(receiver)
+        if here == target:
             return self.cost_model.inside.latency_s
-        return max(self.cost_model.node_link(here).latency_s, self.cost_model.node_link(there).latency_s)
+        return max(self.cost_model.node_link(here).latency_s, self.cost_model.node_link(target).latency_s)
 
     def _load(self, moved: Iterator[Message], width: float, delay: float, landing: float = 0.0) -> Load:
         """Add up messages, and return the bytes of each port and node as a ``Load``.
@@ -343,12 +343,12 @@ class Transfers:
         inside: dict[int, float] = {}
         for sender, receiver, elements in moved:
             amount = elements * width
-            here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
-            if here == there:
+            here, target = self.topology.node_of(sender), self.topology.node_of(receiver)
+            if here == target:
                 inside[here] = inside.get(here, 0.0) + amount
             else:
                 sent[here] = sent.get(here, 0.0) + amount
-                received[there] = received.get(there, 0.0) + amount
+                received[target] = received.get(target, 0.0) + amount
             for port in self._path(sender, receiver):
                 ports[port] = ports.get(port, 0.0) + amount
         limited = tuple((port, n) for port, n in ports.items() if n > 0 and self.capacity(port) < float("inf"))
@@ -357,17 +357,17 @@ class Transfers:
 
     def _path(self, sender: int, receiver: int) -> tuple[Port, ...]:
         """Return the ports that a message passes."""
-        here, there = self.topology.node_of(sender), self.topology.node_of(receiver)
-        if here == there:
+        here, target = self.topology.node_of(sender), self.topology.node_of(receiver)
+        if here == target:
             link = self.cost_model.inside
             if link.shared:
                 return (("inside", here, "both"),)
             return _end("inside", link, sender, "out"), _end("inside", link, receiver, "in")
-        links = self.cost_model.node_link(here), self.cost_model.node_link(there)
+        links = self.cost_model.node_link(here), self.cost_model.node_link(target)
         shared = self.cost_model.between.shared
         return (
             _end("between", links[0], here if shared else sender, "out"),
-            _end("between", links[1], there if shared else receiver, "in"),
+            _end("between", links[1], target if shared else receiver, "in"),
         )
 
 

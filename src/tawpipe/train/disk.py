@@ -68,15 +68,15 @@ def disk_needs(config: TrainConfig, built: BuiltModel, chain: Chain, *, state: i
         done: number of steps done before this start; a run with no step left exports no model.
     """
     folder, form = config.output_path.absolute(), Form.of(config, built)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     whole = form.merge or not built.adapter_settings
     slots = [slot for unit in chain.units for slot in unit.slots if whole or unit.trainable]
     model = sum(slot.numel for slot in slots if not (form.merge and ".lora_" in slot.name)) * form.dtype.itemsize
     return DiskNeeds(
         state=state,
-        states=checkpoints_at_most(config, done=done, there=len(complete_states(folder / "checkpoints"))),
+        states=checkpoints_at_most(config, done=done, existing=len(complete_states(folder / "checkpoints"))),
         model=model if config.export.enabled and config.steps > done else 0,
-        free=shutil.disk_usage(there).free,
+        free=shutil.disk_usage(existing).free,
     )
 
 
@@ -110,14 +110,14 @@ def state_bytes(
     return int(sum(map(of, chain.units)))
 
 
-def checkpoints_at_most(config: TrainConfig, *, done: int, there: int) -> int:
+def checkpoints_at_most(config: TrainConfig, *, done: int, existing: int) -> int:
     """Return the largest number of new checkpoints that exist at one time.
 
     An old checkpoint is deleted when the new one is complete.
 
     Args:
         done: number of steps done before this start.
-        there: number of checkpoints that exist already.
+        existing: number of checkpoints that exist already.
     """
     settings, left = config.checkpoint, config.steps - done
     every, evaluated = settings.every, config.evaluation.every if settings.best else 0
@@ -132,7 +132,7 @@ def checkpoints_at_most(config: TrainConfig, *, done: int, there: int) -> int:
     each = math.lcm(settings.keep_every, every) if settings.keep_every and every else 0
     lasting = config.steps // each - done // each if each else 0
     stay = settings.keep + lasting + bool(evaluated)
-    return max(1, min(come, stay + 1 - min(there, settings.keep)))
+    return max(1, min(come, stay + 1 - min(existing, settings.keep)))
 
 
 def check_disk(config: TrainConfig, needs: DiskNeeds, world: World) -> None:

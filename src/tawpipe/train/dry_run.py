@@ -226,10 +226,10 @@ def _room(world: World, needs: Needs | None) -> list[tuple[str, str]]:
     Host memory has a row if the run needs any. Without ``needs`` only the memory of each process is shown. Call on all
     ranks."""
     machine = machine_unprobed(world)
-    there = machine.most_memory - (needs.absent if needs else 0)
-    if needs is None or not there:
-        return [("available memory", f"{gib(there)} per process" if there else "unknown")]
-    rows = [("available memory", f"{gib(there)} per process; the run uses {needs.device / there:.0%}")]
+    available = machine.most_memory - (needs.absent if needs else 0)
+    if needs is None or not available:
+        return [("available memory", f"{gib(available)} per process" if available else "unknown")]
+    rows = [("available memory", f"{gib(available)} per process; the run uses {needs.device / available:.0%}")]
     if needs.host:
         rows.append(("available host memory", f"{gib(machine.host_bytes)} per node"))
     return rows

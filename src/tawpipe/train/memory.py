@@ -247,13 +247,13 @@ def too_large(planning: Planning) -> str:
     widths = widths_of(chain, asked.dtype, asked.settings, states_of(asked.optimizer, chain.units))
     state = sum(unit.numel * (widths.state(unit.index) - widths.master) for unit in trainable)
     devices = machine.device_of or (machine.device,) * world.size
-    there = sum(device.memory_bytes for device in devices) + machine.host_bytes * len(machine.nodes)
-    if not there or state <= there:
+    available = sum(device.memory_bytes for device in devices) + machine.host_bytes * len(machine.nodes)
+    if not available or state <= available:
         return ""
     millions = sum(unit.numel for unit in trainable) / 1e6
     return (
         f"this does not fit: weights and optimizer state of {millions:,.1f} M parameters take {gib(state)}, "
-        f"all devices and hosts together have {gib(there)}; searching for settings that fit, which takes a "
+        f"all devices and hosts together have {gib(available)}; searching for settings that fit, which takes a "
         "while"
     )
 
@@ -359,8 +359,10 @@ def _beside(machine: Machine, request: PlanRequest, schedule: ScheduleSettings, 
 
 def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
     """Return ``request`` with all memory of ``machine``, not a share of it: a run that just fits is accepted."""
-    there = replace(request.machine, host_bytes=machine.host_bytes, files_bytes=machine.files_bytes)
-    return replace(request, memory_bytes=machine.most_memory, machine=replace(there, device_of=machine.device_of))
+    full_machine = replace(request.machine, host_bytes=machine.host_bytes, files_bytes=machine.files_bytes)
+    return replace(
+        request, memory_bytes=machine.most_memory, machine=replace(full_machine, device_of=machine.device_of)
+    )
 
 
 def _for_bins(way: WayOut, batch: BatchShape) -> WayOut:

@@ -37,7 +37,7 @@ def read(node: int, addresses: Sequence[str], sizes: Sequence[int], short: int) 
     reading: dict[str, Any] = {}
     for name, size in (("latency_s", 1), ("short_s", short)):
         if node == 0:
-            reading[name] = min(_there_and_back(ahead, size) for _ in range(ROUND_TRIPS))
+            reading[name] = min(_round_trip(ahead, size) for _ in range(ROUND_TRIPS))
         elif node == 1:
             for _ in range(ROUND_TRIPS):
                 _receive(behind, size)
@@ -97,7 +97,7 @@ def _together(node: int, ahead: socket.socket, behind: socket.socket) -> None:
             ahead.sendall(b"?")
 
 
-def _there_and_back(connection: socket.socket, size: int) -> float:
+def _round_trip(connection: socket.socket, size: int) -> float:
     """Return the seconds from sending ``size`` bytes over an idle link to receiving the byte that answers."""
     time.sleep(PAUSE_S)
     begin = time.perf_counter()

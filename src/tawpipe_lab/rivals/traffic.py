@@ -106,10 +106,10 @@ def pipeline_bytes(name: str, amount: float, topology: Topology, each: int) -> t
         each: number of stages of a rank.
     """
     moved = [0.0] * topology.num_nodes
-    for here, there in pairwise(nodes_of_stages(name, topology, each)):
-        if here != there:  # activations one way, gradients of equal size the other
+    for here, target in pairwise(nodes_of_stages(name, topology, each)):
+        if here != target:  # activations one way, gradients of equal size the other
             moved[here] += amount
-            moved[there] += amount
+            moved[target] += amount
     return tuple(moved)
 
 

@@ -94,8 +94,8 @@ class SlotDocuments(Documents):
             chosen = [parts[at] for at in single]
             low, high, keys = chosen[0].slot, chosen[-1].slot + 1, max(part.end for part in chosen)
             if (high - low) * keys <= WASTED * sum(part.end for part in chosen):
-                there = {part.slot: part.first for part in chosen}
-                firsts = tuple(there.get(slot, chosen[0].first) for slot in range(low, high))
+                first_of_slot = {part.slot: part.first for part in chosen}
+                firsts = tuple(first_of_slot.get(slot, chosen[0].first) for slot in range(low, high))
                 places = None if len(chosen) == high - low else self._index(part.slot - low for part in chosen)
                 tokens = self._index(starts[at] for at in single)
                 together.append(SlotRange(slice(low, high), tokens, places, firsts, keys))

@@ -150,7 +150,7 @@ def _changes(plan: Plan, shown: Sequence[Candidate]) -> Iterator[Section]:
     chosen = plan.chosen.strategy if plan.chosen else None
 
     def series(asked: Sequence[PlanRequest]) -> dict[str, list[float | None]]:
-        return {candidate.strategy: [_seconds(there, candidate) for there in asked] for candidate in ours}
+        return {candidate.strategy: [_seconds(variant, candidate) for variant in asked] for candidate in ours}
 
     if request.topology.num_nodes > 1:
         gbits = [request.machine.between.bytes_per_s * factor * 8 / 1e9 for factor in RATES]

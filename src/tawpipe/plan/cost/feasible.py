@@ -56,12 +56,12 @@ def lacking(request: PlanRequest, needs: Needs) -> list[str]:
 
     Empty if all suffice. A memory of unknown size suffices."""
     machine = request.machine
-    there = {
+    limits = {
         DEVICE: (request.memory_bytes, needs.wanted),
         HOST: (machine.host_bytes, needs.host),
         FILES: (machine.files_bytes, needs.files),
     }
-    return [name for name, (most, needed) in there.items() if most and needed > most]
+    return [name for name, (most, needed) in limits.items() if most and needed > most]
 
 
 def whole_rows_fit(request: PlanRequest) -> bool:

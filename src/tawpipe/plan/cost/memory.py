@@ -183,9 +183,9 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     for name, kind in (("none", "graph"), ("selective", "kept")):
         if name == "selective" and not weighed["attention"]:
             continue
-        there, _, back, _ = once(name)
-        weighed[kind] = there.after  # counts the input instead of the output, which belongs to the next block
-        weighed[f"forward {name}"] = there.most - there.after - size
+        forward_peak, _, back, _ = once(name)
+        weighed[kind] = forward_peak.after  # counts the input instead of the output, which belongs to the next block
+        weighed[f"forward {name}"] = forward_peak.most - forward_peak.after - size
         weighed[f"backward {name}"] = back.most - back.before - gradient
     return weighed
 

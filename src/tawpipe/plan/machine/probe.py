@@ -413,7 +413,7 @@ def host_link(world: World) -> LinkModel:
     pass in both at once. Must be called on all ranks. On a CPU the link has no cost."""
     if world.device.type != "cuda":
         return LinkModel(float("inf"))
-    here, there = (
+    here, host_tensors = (
         [torch.empty(COPIED_BYTES, dtype=torch.uint8, device=world.device) for _ in range(2)],
         [torch.empty(COPIED_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)],
     )
@@ -424,9 +424,9 @@ def host_link(world: World) -> LinkModel:
         torch.cuda.synchronize(world.device)
         begin = time.perf_counter()
         with torch.cuda.stream(down):
-            there[0].copy_(here[0], non_blocking=True)
+            host_tensors[0].copy_(here[0], non_blocking=True)
         with torch.cuda.stream(up):
-            here[1].copy_(there[1], non_blocking=True)
+            here[1].copy_(host_tensors[1], non_blocking=True)
         torch.cuda.synchronize(world.device)
         seconds = time.perf_counter() - begin
     return LinkModel(COPIED_BYTES / max(world.gather_numbers(seconds)), 1e-5, shared=False)

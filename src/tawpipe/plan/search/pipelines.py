@@ -86,8 +86,8 @@ def fit_to(
     except UserError as error:
         if not isinstance(error.need, MemoryOfPosition):
             raise
-        there, need = f"{request.memory_bytes / 2**30:.4g} GiB", MemoryOfPosition(request.memory_bytes)
-        raise UserError("memory of a device", there, "more, for a pipeline's stages", need=need) from error
+        available, need = f"{request.memory_bytes / 2**30:.4g} GiB", MemoryOfPosition(request.memory_bytes)
+        raise UserError("memory of a device", available, "more, for a pipeline's stages", need=need) from error
 
 
 def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -> PipelineCosts:

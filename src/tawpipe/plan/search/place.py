@@ -210,10 +210,10 @@ class _Task:
             node: node that receives the unit's weights, or sends its gradient.
             home: node of the unit's home.
         """
-        here, there = self.machine_of[home], self.machine_of[node]
-        if here == there:
+        here, peer = self.machine_of[home], self.machine_of[node]
+        if here == peer:
             return None
-        return (here, there) if exchange.weights else (there, here)
+        return (here, peer) if exchange.weights else (peer, here)
 
     def busiest(self, exchange: _Exchange, homes: Sequence[int]) -> float:
         """Return the seconds for which the busiest link is busy in one exchange.
@@ -306,9 +306,9 @@ class _Task:
             moved = False
             for unit, size in enumerate(self.kept):
                 here = homes[unit]
-                there = [n for n in range(nodes) if n == here or kept[n] + size <= self.room[n]]
-                costs = {node: seconds(unit, node) for node in there}
-                best = min(there, key=lambda node: costs[node])
+                options = [n for n in range(nodes) if n == here or kept[n] + size <= self.room[n]]
+                costs = {node: seconds(unit, node) for node in options}
+                best = min(options, key=lambda node: costs[node])
                 if costs[best] < costs[here] * (1 - PRECISION):
                     homes[unit], moved = best, True
                     kept[here] -= size

@@ -298,11 +298,11 @@ def held(request: PlanRequest, needs: Needs, *, level: str = "none") -> str:
         needs: predicted memory.
         level: value of ``host_homes``, which decides what the host holds.
     """
-    there = request.machine.host_bytes
+    host_bytes = request.machine.host_bytes
     parts = ", ".join(f"{name} {gib(size)}" for name, size in needs.parts.items())
     words = f"device memory in GiB: {parts} ({SYSTEM})"
     if needs.host:
-        known = f"of {gib(there)}" if there else "(amount available unknown)"
+        known = f"of {gib(host_bytes)}" if host_bytes else "(amount available unknown)"
         state = f" (schedule.host_homes {level}: {AT_HOST[level]})" if AT_HOST[level] else ""
         words += f"; host memory per node{state} {gib(needs.host)} {known}"
     if needs.files:

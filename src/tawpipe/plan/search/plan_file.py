@@ -112,13 +112,13 @@ class SavedPlan:
         """Raise UserError if the plan is for another model."""
         expected, actual = self.content["model"], spec.identity
         if expected != actual:
-            there, here = (
+            plan_model, here = (
                 f"{identity['parameters']} parameters in {identity['blocks']} blocks"
                 + (f", {identity['trained']} of them trained" if "trained" in identity else "")
                 + (f", which travel as {identity['travels']} elements (--quantize)" if "travels" in identity else "")
                 for identity in (expected, actual)
             )
-            raise UserError("--plan", f"a model of {there}", f"a plan for this model: {here}")
+            raise UserError("--plan", f"a model of {plan_model}", f"a plan for this model: {here}")
 
 
 def replay(path: Path) -> tuple[Timeline, str]:

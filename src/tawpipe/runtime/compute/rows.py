@@ -85,21 +85,21 @@ class GrowingRoom:
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", *, pinned: bool = False) -> None:
         self._dtype, self._device, self._pinned = dtype, device, pinned
-        self._there = self._next = self._empty(0)
+        self._tensor = self._next = self._empty(0)
 
     def reserve(self, shape: Sequence[int]) -> None:
         """Allocate memory for a later tensor of this shape. The present tensor may still be read."""
-        if (numel := math.prod(shape)) > max(self._there.numel(), self._next.numel()):
+        if (numel := math.prod(shape)) > max(self._tensor.numel(), self._next.numel()):
             self._next = self._empty(numel)
 
     def of(self, shape: Sequence[int]) -> Tensor:
         """Return a tensor of this shape in the buffer; the content of the tensor before is lost."""
-        if (numel := math.prod(shape)) > self._there.numel():
+        if (numel := math.prod(shape)) > self._tensor.numel():
             self.reserve(shape)
             if torch.device(self._device).type == "cuda":  # this stream has waited for all uses of the old memory
-                self._there.record_stream(torch.cuda.current_stream())
-            self._there, self._next = self._next, self._empty(0)
-        return self._there[:numel].view(tuple(shape))
+                self._tensor.record_stream(torch.cuda.current_stream())
+            self._tensor, self._next = self._next, self._empty(0)
+        return self._tensor[:numel].view(tuple(shape))
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self._dtype, device=self._device, pin_memory=self._pinned and numel > 0)
@@ -193,11 +193,11 @@ class InHost:
         try:
             for place in range(len(spans) + 1):
                 if place < len(spans):
-                    slot, there = slots[place % UNDER_WAY], self._chunk(spans[place])
+                    slot, chunk = slots[place % UNDER_WAY], self._chunk(spans[place])
                     with torch.cuda.stream(stream):
                         if slot.left is not None:
                             stream.wait_event(slot.left)
-                        tokens = slot.room.of(there.shape).copy_(there, non_blocking=True)
+                        tokens = slot.room.of(chunk.shape).copy_(chunk, non_blocking=True)
                         coming.append((tokens, stream.record_event()))
                 if place > 0:
                     tokens, arrived = coming.popleft()
@@ -220,11 +220,11 @@ class InHost:
         slot = self._leaving.pop(0)
         if slot.left is not None:
             compute.wait_event(slot.left)
-        there = self._chunk(span)
-        passing = slot.room.of(there.shape).copy_(tokens)
+        chunk = self._chunk(span)
+        passing = slot.room.of(chunk.shape).copy_(tokens)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
-            there.copy_(passing, non_blocking=True)
+            chunk.copy_(passing, non_blocking=True)
             slot.left = self._written = stream.record_event()
         self._leaving.append(slot)
 
@@ -391,7 +391,7 @@ class Places:
     def __init__(self, device: torch.device, folder: str = "") -> None:
         self._device, self._folder = device, Folder(folder, device) if folder else None
         self._staging = Staging(device) if device.type == "cuda" and not folder else None
-        self._there: dict[tuple[Buffer, str, torch.dtype], InHost | InFile] = {}
+        self._places: dict[tuple[Buffer, str, torch.dtype], InHost | InFile] = {}
 
     def of(self, buffer: Buffer, shape: Sequence[int], dtype: torch.dtype, part: str = "") -> InHost | InFile:
         """Return the rows of a buffer, or of a named part of it, for writing; their earlier content is lost.
@@ -410,19 +410,19 @@ class Places:
     def _place(self, buffer: Buffer, part: str, dtype: torch.dtype) -> InHost | InFile:
         """Return the rows of a buffer, part and dtype; make them at their first use."""
         key = buffer, part, dtype
-        if key not in self._there:
+        if key not in self._places:
             folder = self._folder
-            self._there[key] = InFile(folder, dtype, self._device) if folder else InHost(dtype, self._staging)
-        return self._there[key]
+            self._places[key] = InFile(folder, dtype, self._device) if folder else InHost(dtype, self._staging)
+        return self._places[key]
 
     @property
     def file_bytes(self) -> int:
         """Bytes of all open files."""
-        return sum(place.bytes for place in self._there.values() if isinstance(place, InFile))
+        return sum(place.bytes for place in self._places.values() if isinstance(place, InFile))
 
     def close(self) -> None:
         """Close all files, which frees their disk space."""
-        for place in self._there.values():
+        for place in self._places.values():
             if isinstance(place, InFile):
                 place.close()
-        self._there.clear()
+        self._places.clear()

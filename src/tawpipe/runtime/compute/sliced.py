@@ -53,8 +53,8 @@ def calls_of(blocks: Blocks, step_input: StepInput, m: int, part: DocumentSlice)
     if not blocks.chain.along_tokens:
         blocks.chain.find_tokens()
     for number in part.numbers:
-        if (there := blocks.held.batches.get(context(number))) is not None:
-            return there.calls
+        if (batch := blocks.held.batches.get(context(number))) is not None:
+            return batch.calls
     return blocks.chain.calls(step_input.micro_batches[m].to(blocks.chain.device))
 
 

@@ -69,8 +69,8 @@ def in_other_groups(factory: OptimizerFactory, groups: str, units: Sequence[Unit
     """
     if rule_of(factory) in ("", groups) or groups not in (ROLES, SHAPES):
         return []
-    here, there = options_of(factory, units), options_of(with_groups(factory, groups), units)
-    return [name for name in here if here[name] != there[name]]
+    here, other_options = options_of(factory, units), options_of(with_groups(factory, groups), units)
+    return [name for name in here if here[name] != other_options[name]]
 
 
 def refuse_cut_matrices(factory: OptimizerFactory, units: Sequence[Unit], homes: Sequence[Home], strategy: str) -> None:

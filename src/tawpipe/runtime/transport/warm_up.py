@@ -21,7 +21,7 @@ from tawpipe.topology import Topology
 
 ELEMENTS = 8
 """Elements of the shard that a rank contributes."""
-SOURCE, THERE = pooled("W", 0), pooled("W", 1)
+SOURCE, TARGET = pooled("W", 0), pooled("W", 1)
 
 
 def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
@@ -48,7 +48,7 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
                 Op.COLLECTIVE,
                 lane,
                 (SOURCE,),
-                (SOURCE if in_place else THERE,),
+                (SOURCE if in_place else TARGET,),
                 collective=collective,
                 group=group,
                 root=root,
@@ -57,7 +57,10 @@ def first_uses(schedules: Iterable[Schedule], rank: int) -> Iterator[Action]:
         for *_, pair, compression in sorted(use for use in pairs if use[:2] == (lane, group)):
             peer = pair[0] if pair[1] == rank else pair[1]
             yield exchange(
-                lane, (Transfer(True, peer, 0, SOURCE), Transfer(False, peer, 0, THERE)), group, compression=compression
+                lane,
+                (Transfer(True, peer, 0, SOURCE), Transfer(False, peer, 0, TARGET)),
+                group,
+                compression=compression,
             )
 
 
@@ -68,4 +71,4 @@ def few_numbers(action: Action, topology: Topology, rank: int, device: torch.dev
         "all_gather": (ELEMENTS, ELEMENTS * members),
         "reduce_scatter": (ELEMENTS * members, ELEMENTS),
     }.get(action.collective, (ELEMENTS, ELEMENTS))
-    return {buffer: torch.zeros(size, device=device) for buffer, size in zip((SOURCE, THERE), sizes, strict=True)}
+    return {buffer: torch.zeros(size, device=device) for buffer, size in zip((SOURCE, TARGET), sizes, strict=True)}

@@ -151,9 +151,9 @@ class Injector:
         for fault in self._waiting:
             if fault.place in ("save", "load") or any(_matches(fault, action) for action in program):
                 continue
-            there = sorted({place for action in program if (place := place_of(action))})
+            places = sorted({place for action in program if (place := place_of(action))})
             number = "" if fault.number is None else f":{fault.number}"
-            raise UserError(SETTING, f"{fault.place}{number}", f"a place that rank {rank} has: {', '.join(there)}")
+            raise UserError(SETTING, f"{fault.place}{number}", f"a place that rank {rank} has: {', '.join(places)}")
 
     def around(
         self, action: Action, step: int, run: Callable[[], None], buffers: Mapping[Buffer, Any]

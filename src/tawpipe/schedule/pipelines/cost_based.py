@@ -124,7 +124,7 @@ def held_at_once(step: StepSpec, shape: PipelineShape, order: Order) -> float:
     ranks = [shape.positions.rank(place, 0) for place in range(shape.layout.size)]
     schedule = build_pipeline(replace(shape, order_of=lambda _: order), step, training=True, ranks=ranks)
     sizes, resident = activation_sizes(step, shape.costs), shape.costs.stages(shape.layout).resident
-    return max(peak_activations(schedule, rank, sizes) + there for rank, there in zip(ranks, resident, strict=True))
+    return max(peak_activations(schedule, rank, sizes) + base for rank, base in zip(ranks, resident, strict=True))
 
 
 def activation_sizes(step: StepSpec, costs: PipelineCosts) -> dict[Kind, Any]:

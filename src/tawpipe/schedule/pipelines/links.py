@@ -199,16 +199,16 @@ def played(layout: Layout, order: Order, costs: PipelineCosts, load: LaneLoad) -
     linked = Linked(layout, costs, [work for works in order.compute for work in works], load)
     ends = [*accumulate(map(len, order.compute))]
     following = [iter(range(end - len(works), end)) for works, end in zip(order.compute, ends, strict=True)]
-    heads, there = [next(numbers, None) for numbers in following], set[int]()
+    heads, ready = [next(numbers, None) for numbers in following], set[int]()
 
     def chosen(place: int) -> int | None:
         """Return the number of the next item of a position's order and advance to the one after it.
 
         Returns None, and does not advance, if a dependency of the item has not ended or no item is left."""
         head = heads[place]
-        if head not in there:
+        if head not in ready:
             return None
         heads[place] = next(following[place], None)
         return head
 
-    return linked.run(there.add, chosen)
+    return linked.run(ready.add, chosen)

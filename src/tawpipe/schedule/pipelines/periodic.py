@@ -100,7 +100,7 @@ def periodic(layout: Layout, order: Order, costs: PipelineCosts, few: int) -> Pe
     works: list[list[Work]] = [[] for _ in range(layout.size)]
     for work in sorted(times, key=lambda work: times[work][0]):  # stable: `play` orders equal starts
         works[layout.places[work.stage]].append(work)
-    positions = [_Position(layout.stages_of(place), there, times) for place, there in enumerate(works)]
+    positions = [_Position(layout.stages_of(place), place_works, times) for place, place_works in enumerate(works)]
     options: list[tuple[float, int, list[tuple[int, int]]]] = []
     for moment in dict.fromkeys([0.0, *positions[0].moments]):
         begins = [bisect_left(position.starts, moment) for position in positions]

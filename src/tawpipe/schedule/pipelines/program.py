@@ -319,12 +319,12 @@ class _StageProgram:
             for number, other in enumerate(others):
                 if self.position not in (first, other):
                     continue
-                here, there = (first, other) if self.position == first else (other, first)
+                here, remote = (first, other) if self.position == first else (other, first)
                 send = (self.position == first) == weights
-                lane = self.shape.lanes[(here, there) if send else (there, here)]
+                lane = self.shape.lanes[(here, remote) if send else (remote, here)]
                 arriving = pooled(f"A{unit}", number)
                 buffer = self.weights[unit] if weights else self.gradients[unit] if send else arriving
-                peer = self.shape.positions.rank(there, self.replica)
+                peer = self.shape.positions.rank(remote, self.replica)
                 yield exchange(lane, (Transfer(send, peer, unit, buffer),), "world")
                 if not weights and not send:
                     gradient = self.gradients[unit]
@@ -425,18 +425,18 @@ class _StageProgram:
         layers = [
             b for b in of_stage if b >= first and self.model.blocks[b].kind == "layer" and self.shape.costs.moves(b)
         ]
-        there = work._replace(kind="O")
+        offload_work = work._replace(kind="O")
         if work.kind == "O":
             taken = {slot for other, slot in slots.items() if other.stage == work.stage}
-            slots[there] = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+            slots[offload_work] = next(slot for slot in range(len(taken) + 1) if slot not in taken)
             for block in layers:
-                here, away = self._kept(block, m, slots[there])
+                here, away = self._kept(block, m, slots[offload_work])
                 yield Action(Op.OFFLOAD, Lane.HOST, here, away, here, block=block, micro_batch=m)
             return
         for block in reversed(layers):
-            here, away = self._kept(block, m, slots[there])
+            here, away = self._kept(block, m, slots[offload_work])
             yield Action(Op.RELOAD, Lane.HOST, away, here, away, block=block, micro_batch=m)
-        del slots[there]
+        del slots[offload_work]
 
     def _kept(self, block: int, m: int, slot: int) -> tuple[tuple[Buffer], tuple[Buffer]]:
         """Return the buffers of the activation that a layer keeps: on the device, and in a slot in the host."""

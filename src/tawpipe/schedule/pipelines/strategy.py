@@ -426,8 +426,8 @@ def check_order(layout: Layout, order: Order) -> None:
     works = Counter((place, work) for place, lane in order.lanes for work in lane)
     done = {kind: {work[1:] for _, work in works if work.kind == kind} for kind in KINDS}
     everything = set(product(range(layout.stages), range(order.micro_batches)))
-    there = len(order.compute) == layout.size and all(work.stage < layout.stages for _, work in works)
-    good = there and all(layout.places[work.stage] == place for place, work in works) and max(works.values()) == 1
+    valid_shape = len(order.compute) == layout.size and all(work.stage < layout.stages for _, work in works)
+    good = valid_shape and all(layout.places[work.stage] == place for place, work in works) and max(works.values()) == 1
     good = (
         good and done["F"] == everything == done["B"] ^ done["I"] and done["I"] == done["W"] and done["O"] == done["R"]
     )

@@ -465,8 +465,8 @@ class Contents:
             return
         if action.op is Op.OFFLOAD:
             here[next(buffer for buffer in action.writes if buffer.kind in OUTSIDE)] = action.micro_batch
-        elif (there := here.pop(next(b for b in action.reads if b.kind in OUTSIDE))) != action.micro_batch:
-            raise ScheduleError(f"brings back micro-batch {there}: {running}")
+        elif (micro_batch := here.pop(next(b for b in action.reads if b.kind in OUTSIDE))) != action.micro_batch:
+            raise ScheduleError(f"brings back micro-batch {micro_batch}: {running}")
 
     def _expect_complete(self, running: Running, home: Buffer, unit: int, kind: str = "g") -> None:
         """Check that a gradient of ``unit`` has all contributions of its step, and is of this rank's shard.

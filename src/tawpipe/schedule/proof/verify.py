@@ -273,8 +273,8 @@ class _ClocklessPlay:
         Raises:
             ScheduleError: the numbers differ.
         """
-        if (here := running.numbers.get(message)) != (there := other.numbers.get(match)):
-            raise ScheduleError(f"a message has numbers {here} and {there}: {running} and {other}")
+        if (here := running.numbers.get(message)) != (other_numbers := other.numbers.get(match)):
+            raise ScheduleError(f"a message has numbers {here} and {other_numbers}: {running} and {other}")
 
 
 def _messages(rank: int, action: Action) -> list[tuple[Transfer | None, tuple]]:

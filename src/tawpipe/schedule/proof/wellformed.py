@@ -345,10 +345,10 @@ class _Checker:
             yield "moves what a block keeps that does not wait in the host's memory"
             return
         kept, place = self.step.keeps(b), self._place(m)
-        there = (offloaded(place, b, kept),)
-        expected = ((Buffer(kept, (m, b)),), there, ())
+        host_buffers = (offloaded(place, b, kept),)
+        expected = ((Buffer(kept, (m, b)),), host_buffers, ())
         if action.op is Op.RELOAD:
-            expected = (there, (reloaded(place, b, kept),), there)
+            expected = (host_buffers, (reloaded(place, b, kept),), host_buffers)
         if (action.reads, action.writes, action.frees) != expected:
             reads, writes, frees = map(_texts, expected)
             yield f"must read {reads}, write {writes} and free {frees}"

@@ -36,9 +36,9 @@ class CollectiveRoute(Route):
     """Route of all-gathers towards the device, and reduce-scatters (or all-reduces between copies of a home) back.
 
     Args:
-        there: hops towards the device, in order.
+        gather_hops: hops towards the device, in order.
         back: hops towards home, in order.
-        kept: index in ``there`` of the hop whose result may stay in a buffer, see ``Residency.slices``. By default the
+        kept: index in ``gather_hops`` of the hop whose result may stay in a buffer, see ``Residency.slices``. By default the
             last but one.
         summed: index in ``back`` of the first hop that runs once per step if gradients are added up over the step. By
             default the first hop between nodes.
@@ -49,14 +49,14 @@ class CollectiveRoute(Route):
         rank: int,
         tour: Tour,
         *,
-        there: Sequence[Hop],
+        gather_hops: Sequence[Hop],
         back: Sequence[Hop],
         kept: int | None = None,
         summed: int | None = None,
     ) -> None:
         super().__init__(rank, tour)
-        self.there, self.back = list(there), list(back)
-        self.kept = len(self.there) - 2 if kept is None else kept
+        self.gather_hops, self.back = list(gather_hops), list(back)
+        self.kept = len(self.gather_hops) - 2 if kept is None else kept
         far = (place for place, hop in enumerate(self.back) if hop.far)
         self.summed = next(far, len(self.back)) if summed is None else summed
 
@@ -72,7 +72,7 @@ class CollectiveRoute(Route):
         if self.step.refreshes:
             units = sorted(set(self.residency.arrivals()))
             reads = tuple(buffer for unit in units for buffer in (home_weight(unit), weight_copy(unit)))
-            yield Action(Op.SIZE, Lane.INTER_G, reads, (SIZE,), group=self.there[0].group)
+            yield Action(Op.SIZE, Lane.INTER_G, reads, (SIZE,), group=self.gather_hops[0].group)
 
     def pull(self, visit: Visit) -> Iterator[Action]:
         """Yield the all-gathers of every unit of ``visit``."""
@@ -89,13 +89,13 @@ class CollectiveRoute(Route):
         if held := self.holds(index, unit):
             source = self.resident[unit]
         stays = not held and self.residency.holds_slice(index, unit)
-        for place, hop in enumerate(() if held else self.there):
+        for place, hop in enumerate(() if held else self.gather_hops):
             elements *= self._size(hop)
             if place == 0 and self.step.refreshes:
                 target = self.pools.copy(unit, elements=elements)
             elif place == self.kept:
                 target = self._slice_buffer(index, unit, elements)
-            elif place == len(self.there) - 1:
+            elif place == len(self.gather_hops) - 1:
                 target = self._full_buffer(index, unit)
             else:  # intermediate result: STREAMING buffers
                 target = self.pools.take(f"S{place}x", unit, elements=elements, limit=STREAMING)

@@ -133,14 +133,14 @@ class Grouped(WeightStrategy):
         sizes = self.sizes(topology)
         hops = list(pairwise(sizes.cuts(topology)))
         inner = [(a, b) for a, b in hops if b <= sizes.state]
-        there = [self._hop(topology, a, b, "all_gather", back=False) for a, b in reversed(inner)]
+        gather_hops = [self._hop(topology, a, b, "all_gather", back=False) for a, b in reversed(inner)]
         back = [
             self._hop(topology, a, b, "reduce_scatter" if b <= sizes.state else "all_reduce", back=True)
             for a, b in hops
         ]
         kept = sum(a >= self._held(topology) for a, _ in inner) - 1
         summed = sum(b <= sizes.gradients for _, b in hops)
-        return CollectiveRoute(rank, tour, there=there, back=back, kept=kept, summed=summed)
+        return CollectiveRoute(rank, tour, gather_hops=gather_hops, back=back, kept=kept, summed=summed)
 
     @staticmethod
     def _hop(topology: Topology, a: int, b: int, collective: str, *, back: bool) -> Hop:

@@ -51,9 +51,9 @@ class Spread(WeightStrategy):
     def route(self, rank: int, tour: Tour) -> Route:
         """Return a route with an all-gather over the rail and one inside the node, and reduce-scatters back."""
         across, within = tour.step.topology.num_nodes > 1, tour.step.topology.local_size > 1
-        there = [between(Lane.INTER_W, "all_gather")] * across + [inside(Lane.GATHER, "all_gather")] * within
+        gather_hops = [between(Lane.INTER_W, "all_gather")] * across + [inside(Lane.GATHER, "all_gather")] * within
         back = [inside(Lane.REDUCE, "reduce_scatter")] * within + [between(Lane.INTER_G, "reduce_scatter")] * across
-        return CollectiveRoute(rank, tour, there=there, back=back)
+        return CollectiveRoute(rank, tour, gather_hops=gather_hops, back=back)
 
     def slices_busy(self, step: StepSpec) -> int | None:
         """Return the number of visits for which a received shard may still be in use after its own visit.
@@ -146,7 +146,7 @@ class Whole(Striped):
     def route(self, rank: int, tour: Tour) -> Route:
         """Return a route of staggered exchanges of whole units; on one rank, a route without transfers."""
         if tour.step.topology.world_size == 1:
-            return CollectiveRoute(rank, tour, there=[], back=[])
+            return CollectiveRoute(rank, tour, gather_hops=[], back=[])
         return ExchangeRoute(rank, tour, whole=True)
 
     def slices_busy(self, step: StepSpec) -> int | None:
@@ -186,9 +186,9 @@ class Flat(WeightStrategy):
         """Return a route with one all-gather and one reduce-scatter over all ranks."""
         topology = tour.step.topology
         several, far = topology.world_size > 1, topology.num_nodes > 1
-        there = [Hop(Lane.INTER_W, "world", "all_gather", far)] * several
+        gather_hops = [Hop(Lane.INTER_W, "world", "all_gather", far)] * several
         back = [Hop(Lane.INTER_G, "world", "reduce_scatter", far)] * several
-        return CollectiveRoute(rank, tour, there=there, back=back)
+        return CollectiveRoute(rank, tour, gather_hops=gather_hops, back=back)
 
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
         """Return (P - 1)/P of the unit's elements for each of the four numbers: a ring of P ranks."""
@@ -237,7 +237,7 @@ class Hybrid(WeightStrategy):
         """Return a route with collectives inside the node, and an all-reduce of gradients over the rail."""
         across, within = tour.step.topology.num_nodes > 1, tour.step.topology.local_size > 1
         back = [inside(Lane.REDUCE, "reduce_scatter")] * within + [between(Lane.INTER_G, "all_reduce")] * across
-        return CollectiveRoute(rank, tour, there=[inside(Lane.GATHER, "all_gather")] * within, back=back)
+        return CollectiveRoute(rank, tour, gather_hops=[inside(Lane.GATHER, "all_gather")] * within, back=back)
 
     def unit_traffic(self, topology: Topology, home: Home, node: int) -> LinkTraffic:
         """Return 0 for weights, and 2(1 - 1/D) of the unit's elements for gradients sent and received, on D nodes."""

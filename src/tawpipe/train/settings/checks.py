@@ -310,9 +310,9 @@ def check_output(config: TrainConfig, *, make: bool = True) -> list[Path]:
             expected = "a folder without model/, which the run writes; or --export.enabled false"
             raise UserError("--output", config.output, expected)
     if not make:
-        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise UserError("--output", config.output, f"a folder that can be written to ({there} cannot)")
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            raise UserError("--output", config.output, f"a folder that can be written to ({existing} cannot)")
         return []
     new_folders = list(takewhile(lambda path: not path.exists(), (folder.absolute(), *folder.absolute().parents)))
     try:
