@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from family_configs import tiny_config
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import chain_flops, met_elements, training_flops, windows, work_of
+from tawpipe.model.flops import active_elements, chain_flops, training_flops, windows, work_of
 from tawpipe.schedule.pipelines.times import times_from_sizes
 
 
@@ -56,7 +56,7 @@ def test_unplanned_pipeline_stages_are_cut_by_active_experts(family: str) -> Non
     config = tiny_config(family)
     config.num_experts_per_tok = 1
     chain = chain_of(config)
-    met = [met_elements(chain, block) for block in range(len(chain.blocks))]
+    met = [active_elements(chain, block) for block in range(len(chain.blocks))]
     whole = [sum(chain.units[unit].numel for unit in block.units) for block in chain.blocks]
     assert any(some < all_of_it for some, all_of_it in zip(met, whole, strict=True))
     layers = times_from_sizes(chain.spec).blocks[1:-1]

@@ -93,7 +93,7 @@ def test_tied_model_reads_back_from_a_plan_record():
 
 def test_mixture_of_experts_reads_back_from_a_plan_record():
     model = llama(6)
-    units = tuple(replace(unit, met=unit.numel // 3) if unit.numel == 333 else unit for unit in model.units)
+    units = tuple(replace(unit, active=unit.numel // 3) if unit.numel == 333 else unit for unit in model.units)
     asked = plan_request(model=replace(model, units=units))
     assert request_from(record_of(asked), where="here").model == asked.model != model
 

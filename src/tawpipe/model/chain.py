@@ -288,8 +288,10 @@ class Chain(UnitBinding):
     def spec(self) -> ModelSpec:
         """Sizes of the model, as builders of schedules see them."""
         share = share_of_experts(self.config.get_text_config())
-        met = [round(unit.met(share)) for unit in self.units]
-        units = (replace(unit.spec, met=some * (some < unit.numel)) for unit, some in zip(self.units, met, strict=True))
+        active = [round(unit.active_elements(share)) for unit in self.units]
+        units = (
+            replace(unit.spec, active=some * (some < unit.numel)) for unit, some in zip(self.units, active, strict=True)
+        )
         return ModelSpec(self.blocks, tuple(units))
 
     def set_training(self, mode: bool) -> None:

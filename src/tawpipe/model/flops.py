@@ -157,7 +157,7 @@ def windows(config: Any) -> list[int | None]:
     return [window if getattr(config, "use_sliding_window", True) else None] * config.num_hidden_layers
 
 
-def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained: bool = False) -> float:
+def active_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained: bool = False) -> float:
     """Return the elements of a block's weights that are used in computing one token.
 
     Experts count by the share of them that a token is sent to.
@@ -171,7 +171,7 @@ def met_elements(chain: Chain, block: int, *, least_dimensions: int = 0, trained
     share = share_of_experts(chain.config.get_text_config())
     units = [chain.units[unit] for unit in chain.blocks[block].units]
     counted = [unit for unit in units if unit.trainable or not trained]
-    return sum(unit.met(share, least_dimensions=least_dimensions) for unit in counted)
+    return sum(unit.active_elements(share, least_dimensions=least_dimensions) for unit in counted)
 
 
 def work_of(chain: Chain) -> LayerTime:
@@ -186,7 +186,7 @@ def work_of(chain: Chain) -> LayerTime:
         if block.kind == "embedding":
             continue
         passes = IN_HEAD if block.kind == "head" else PER_WEIGHT if block.needs_backward else 1.0
-        matrices, trained = (met_elements(chain, number, least_dimensions=2, trained=only) for only in (False, True))
+        matrices, trained = (active_elements(chain, number, least_dimensions=2, trained=only) for only in (False, True))
         # Frozen weights need no gradients.
         flops = 2 * (matrices * passes - (matrices - trained) * (passes > 1))
         if block.kind == "head":

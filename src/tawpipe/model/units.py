@@ -200,7 +200,7 @@ class Unit:
             return UnitSpec(self.numel, self.trainable, self.blocks)
         return UnitSpec(self.packing.elements, self.trainable, self.blocks, packed=self.numel)
 
-    def met(self, share: float, *, least_dimensions: int = 0) -> float:
+    def active_elements(self, share: float, *, least_dimensions: int = 0) -> float:
         """Return the number of elements that take part in computing one token.
 
         Args:

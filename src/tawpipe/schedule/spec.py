@@ -20,14 +20,14 @@ class UnitSpec:
         blocks: indices of the blocks that use the unit, ascending; two for tied embeddings.
         packed: number of parameters, if the elements are bytes of packed (quantised) weights that cannot be computed
             with; else 0.
-        met: number of parameters that one token is multiplied with, if the unit holds experts of a mixture; else 0.
+        active: number of parameters that one token is multiplied with, if the unit holds experts of a mixture; else 0.
     """
 
     numel: int
     trainable: bool
     blocks: tuple[int, ...]
     packed: int = 0
-    met: int = 0
+    active: int = 0
 
     @property
     def parameters(self) -> int:
@@ -37,7 +37,7 @@ class UnitSpec:
     @property
     def computing(self) -> int:
         """Number of parameters that one token is multiplied with."""
-        return self.met or self.parameters
+        return self.active or self.parameters
 
 
 @dataclass(frozen=True)

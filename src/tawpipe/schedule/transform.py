@@ -139,31 +139,31 @@ class _Sequence:
         if not head.action.group:
             return [head]
         heads = [self._head(member, lane) for member in self.topology.group(head.action.group, rank)]
-        met = [
+        ready = [
             other
             for other in heads
             if other and other.action.group == head.action.group and other.action.op is head.action.op
         ]
-        return met if len(met) == len(heads) else []
+        return ready if len(ready) == len(heads) else []
 
     def _exchanges(self, head: _Waiting) -> list[_Waiting]:
         """Return all EXCHANGE actions that must run at one time so that ``head`` and each of them can end.
 
         Empty if one of them is not ready, or if sends and receives do not match.
         """
-        met, open_ranks = {head.rank: head}, [head.rank]
+        by_rank, open_ranks = {head.rank: head}, [head.rank]
         while open_ranks:
-            for transfer in met[open_ranks.pop()].action.transfers:
-                if transfer.peer not in met:
+            for transfer in by_rank[open_ranks.pop()].action.transfers:
+                if transfer.peer not in by_rank:
                     other = self._head(transfer.peer, head.action.lane)
                     if other is None or other.action.op is not Op.EXCHANGE:
                         return []
-                    met[transfer.peer] = other
+                    by_rank[transfer.peer] = other
                     open_ranks.append(transfer.peer)
         sends: dict[tuple[int, int], list[int]] = {}
         receives: dict[tuple[int, int], list[int]] = {}
-        for rank, waiting in met.items():
+        for rank, waiting in by_rank.items():
             for transfer in waiting.action.transfers:
                 way = (rank, transfer.peer) if transfer.send else (transfer.peer, rank)
                 (sends if transfer.send else receives).setdefault(way, []).append(transfer.unit)
-        return list(met.values()) if sends == receives else []
+        return list(by_rank.values()) if sends == receives else []

@@ -44,13 +44,13 @@ def estimated_passes(
     """
     costs = []
     for block in model.blocks:
-        met, points = sum(model.units[unit].computing for unit in block.units), list[tuple[float, float]]()
+        active, points = sum(model.units[unit].computing for unit in block.units), list[tuple[float, float]]()
         for tokens in (*(2**n for n in range(14)), FEW + 1):
             widths = weights.few if tokens <= FEW else weights.many
             sizes = [(model.units[unit], widths[unit]) for unit in block.units]
             everything, reached = (sum(getattr(u, name) * w for u, w in sizes) for name in ("parameters", "computing"))
             read = min(everything, tokens * reached) / (READS * memory_rate)  # of a mixture, the selected experts
-            points.append((float(tokens), max(read, 2 * met * tokens / (EFFICIENCY * flops))))
+            points.append((float(tokens), max(read, 2 * active * tokens / (EFFICIENCY * flops))))
         cost = PassCost(tuple(sorted(points)), key_width / (READS * memory_rate) * (block.kind == "layer"))
         costs.append(PassCost() if block.kind == "embedding" else cost)
     return tuple(costs)

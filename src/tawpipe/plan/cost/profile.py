@@ -21,7 +21,7 @@ from torch import nn
 from tawpipe.console import duration, progress
 from tawpipe.dealing.balance import LayerKind, LayerTime
 from tawpipe.model.chain import Chain
-from tawpipe.model.flops import attention_width, key_width, met_elements, windows
+from tawpipe.model.flops import active_elements, attention_width, key_width, windows
 from tawpipe.plan.cost import coding
 from tawpipe.plan.cost.bench import Bench
 from tawpipe.plan.cost.memory import estimate_memory, measure_chunks, measure_memory
@@ -296,11 +296,13 @@ def estimate(
     blocks, in_chunks = list[BlockCost](), list[BlockCost]()
     seen = windows(config)
     for number, block in enumerate(chain.blocks):
-        met, trained = (met_elements(chain, number, trained=only) for only in (False, True))
-        per_token = 0.0 if block.kind == "embedding" else 2 * met / rate
+        elements, trained = (active_elements(chain, number, trained=only) for only in (False, True))
+        per_token = 0.0 if block.kind == "embedding" else 2 * elements / rate
         per_pair = 2 * width / rate if block.kind == "layer" else 0.0
         forward = Seconds(0.0, per_token, per_pair)
-        passes = 2 + trained / max(1, met)  # frozen weights have no gradients; the head's passes include its forward
+        passes = 2 + trained / max(
+            1, elements
+        )  # frozen weights have no gradients; the head's passes include its forward
         backward = Seconds(0.0, passes * per_token, 3 * per_pair)
         window = seen[number - 1] if block.kind == "layer" else None
         packed = sum(chain.units[unit].numel for unit in block.units if chain.units[unit].packing)

@@ -361,19 +361,19 @@ def _between(
     sent, received, both = [0.0] * count, [0.0] * count, [0.0] * count
     latency = [float("inf")] * count
     at_once = [0.0] * count
-    for met in tournament(count, ROUNDS):
-        pairs = [(nodes[a][0], nodes[b][0]) for a, b in met]
-        for (a, b), seconds in zip(met, ruler.latency(pairs), strict=True):
+    for matches in tournament(count, ROUNDS):
+        pairs = [(nodes[a][0], nodes[b][0]) for a, b in matches]
+        for (a, b), seconds in zip(matches, ruler.latency(pairs), strict=True):
             latency[a], latency[b] = min(latency[a], seconds), min(latency[b], seconds)
         for forth in (True, False):
-            for (a, b), rate in zip(met, ruler.rate(pairs, forth=forth, back=not forth), strict=True):
+            for (a, b), rate in zip(matches, ruler.rate(pairs, forth=forth, back=not forth), strict=True):
                 source, target = (a, b) if forth else (b, a)
                 sent[source], received[target] = max(sent[source], rate), max(received[target], rate)
-        for (a, b), rate in zip(met, ruler.rate(pairs, forth=True, back=True), strict=True):
+        for (a, b), rate in zip(matches, ruler.rate(pairs, forth=True, back=True), strict=True):
             both[a], both[b] = max(both[a], rate), max(both[b], rate)
-        every = [(x, y) for a, b in met for x, y in zip(nodes[a], nodes[b], strict=False)]
+        every = [(x, y) for a, b in matches for x, y in zip(nodes[a], nodes[b], strict=False)]
         rates = dict(zip(every, ruler.rate(every, forth=True, back=False), strict=True))
-        for a, b in met:
+        for a, b in matches:
             total = sum(rates[pair] for pair in zip(nodes[a], nodes[b], strict=False))
             at_once[a], at_once[b] = max(at_once[a], total), max(at_once[b], total)
     alone = [min(pair) for pair in zip(sent, received, strict=True)]

@@ -154,7 +154,7 @@ def record_of(request: PlanRequest) -> dict[str, Any]:
             for block, cost in zip(model.blocks, profile.blocks, strict=True)
         ),
         "block_units": [list(block.units) for block in model.blocks],
-        "units": _packed([unit.numel, unit.trainable, unit.packed, unit.met] for unit in model.units),
+        "units": _packed([unit.numel, unit.trainable, unit.packed, unit.active] for unit in model.units),
         "profile": {
             "update_s": profile.update_s,
             "update_of": list(profile.update_of),
@@ -192,7 +192,7 @@ def request_from(content: Mapping[str, Any], *, where: str) -> PlanRequest:
         ]
         if {u for of_block in of_blocks for u in of_block} != set(range(len(units))):
             raise ValueError("units that no block has, or the other way round")
-        if not all(isinstance(size, int) for unit in units for size in (unit.numel, unit.packed, unit.met)):
+        if not all(isinstance(size, int) for unit in units for size in (unit.numel, unit.packed, unit.active)):
             raise ValueError("sizes of units that are no whole numbers")
         specs = tuple(
             BlockSpec(tuple(of_block), kind, reads, needs)

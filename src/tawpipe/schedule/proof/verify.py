@@ -252,8 +252,8 @@ class _ClocklessPlay:
 
         Returns the actions of all members then, and an empty list before."""
         members = self.topology.group(running.action.group, running.rank)
-        met = self.rendezvous.collective(running, running.action, members, len(members))
-        ended = sorted(met, key=lambda part: members.index(part.rank))
+        parts = self.rendezvous.collective(running, running.action, members, len(members))
+        ended = sorted(parts, key=lambda part: members.index(part.rank))
         for part in ended[1:]:
             self._compare_numbers(ended[0], None, part, None)
         if running.action.op in (Op.COUNT, Op.NORM):
