@@ -43,7 +43,7 @@ from schedules import EVERY, group_sizes, step_for
 from schedules import llama as llama_spec
 from small import make_small
 from tawpipe import adamw
-from tawpipe.dealing.balance import BinsForm
+from tawpipe.dealing.balance import PacksForm
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
@@ -58,7 +58,7 @@ from tawpipe.schedule.pipelines.work import makespan, play
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule
-from tawpipe.schedule.strategies.build import build, step_of_bins
+from tawpipe.schedule.strategies.build import build, step_of_packs
 from tawpipe.schedule.strategies.table import strategies
 from tawpipe.topology import Topology
 from tawpipe_lab.mixes import MIXES
@@ -214,12 +214,12 @@ def drawn_schedule(name: str, number: int) -> tuple[str, Any]:
 
 def bins_schedules() -> Pairs:
     """Schedules of packed micro-batches, some of which several ranks share or hold slices of a document."""
-    forms = {"two rounds": BinsForm(0, 2), "shared": BinsForm(1, 2), "sliced": BinsForm(0, 5, ((3,),))}
+    forms = {"two rounds": PacksForm(0, 2), "shared": PacksForm(1, 2), "sliced": PacksForm(0, 5, ((3,),))}
     for name, (form, bins), ranks in product(EVERY, forms.items(), (1, 2)):
         settings = ScheduleSettings(strategy=name, sequence_ranks=ranks, micro_batches_per_visit=1)
         values: Any = None
         try:
-            values = ranks_of(build(step_of_bins(model_spec("plain", 18), Topology.grid(2, 2), settings, bins)))
+            values = ranks_of(build(step_of_packs(model_spec("plain", 18), Topology.grid(2, 2), settings, bins)))
         except UserError as error:
             values = refusal(error)
         yield f"{name} bins {form}, sequence_ranks={ranks}", values

@@ -535,7 +535,7 @@ def _documents(cell: Cell, topology: Topology, entry: Entry) -> dict[str, Any]:
     return {
         "modelled_s": modelled_s,
         "floor_s": whole.floor_s(topology, cell.device_speeds),
-        "rounds": list(work.bins.shape),
+        "rounds": list(work.packs.shape),
     }
 
 

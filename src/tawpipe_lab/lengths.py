@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from tawpipe.dealing.balance import SHARED_COST, Bin, Bins, LayerTime, deal
+from tawpipe.dealing.balance import SHARED_COST, LayerTime, Pack, Packs, deal
 from tawpipe.errors import UserError
-from tawpipe.schedule.pipelines.dealing import LONG, bins_of_a_pipeline
-from tawpipe.schedule.spec import share_bins
+from tawpipe.schedule.pipelines.dealing import LONG, packs_of_a_pipeline
+from tawpipe.schedule.spec import share_packs
 from tawpipe.schedule.step import StepSpec
 from tawpipe.simulate.cost_model import KEYS_SHARE, MicroBatchSize
 from tawpipe.topology import Topology
@@ -28,15 +28,15 @@ class DealtWorkload(TimedWorkload):
     """Timed workload whose micro-batches differ; its seconds and bytes describe a micro-batch of mean size.
 
     Args:
-        bins: documents as they were assigned to ranks or pipelines.
+        packs: documents as they were assigned to ranks or pipelines.
         sizes: size of every micro-batch as a multiple of the mean; some may be empty.
         shares: per rank, the numbers of its micro-batches, or of its pipeline's.
-        shared: number of micro-batches that groups of ``bins.ranks`` ranks compute together; they have the lowest
+        shared: number of micro-batches that groups of ``packs.ranks`` ranks compute together; they have the lowest
             numbers.
         linear: share of the mean forward pass that is not attention.
     """
 
-    bins: Bins
+    packs: Packs
     sizes: tuple[MicroBatchSize, ...]
     shares: tuple[tuple[int, ...], ...]
     shared: int
@@ -45,7 +45,7 @@ class DealtWorkload(TimedWorkload):
     @property
     def ranks(self) -> int:
         """Number of ranks in a context-parallel group; 1 if no micro-batch is shared."""
-        return self.bins.ranks if self.shared else 1
+        return self.packs.ranks if self.shared else 1
 
     def work(self, micro_batch: int) -> float:
         size = self.sizes[micro_batch]
@@ -122,8 +122,8 @@ def dealt(
     if packing not in PACKINGS:
         raise UserError("packing", packing, f"one of {', '.join(PACKINGS)}")
     ranks = topology.local_size if packing == "node" else ranks
-    bins = _bins(workload, packing, topology, ranks, speeds)
-    return _in_bins(workload, bins, share_bins(*bins.shape, topology.world_size, ranks))
+    packs = _packs(workload, packing, topology, ranks, speeds)
+    return _in_packs(workload, packs, share_packs(*packs.shape, topology.world_size, ranks))
 
 
 @cache
@@ -146,21 +146,21 @@ def through_stages(workload: LengthsWorkload, packing: str, step: StepSpec) -> D
     dealt_to = step.strategy.dealt_to(step.topology)
     pipelines = 1 + max(dealt_to)
     if packing == "balanced":
-        bins = step.strategy.dealing(step, cap=workload.bin_tokens, work=workload.work, cuts=LONG)(workload.lengths)
+        packs = step.strategy.dealing(step, cap=workload.bin_tokens, work=workload.work, cuts=LONG)(workload.lengths)
     else:
-        bins = _bins(workload, packing, Topology.grid(pipelines, 1), 1, ())
-        bins = replace(bins, positions=step.strategy.divided_over(step.topology))
-    each = share_bins(*bins.shape, pipelines)
-    return _in_bins(workload, bins, tuple(each[number] for number in dealt_to))
+        packs = _packs(workload, packing, Topology.grid(pipelines, 1), 1, ())
+        packs = replace(packs, positions=step.strategy.divided_over(step.topology))
+    each = share_packs(*packs.shape, pipelines)
+    return _in_packs(workload, packs, tuple(each[number] for number in dealt_to))
 
 
-def mean_bin(workload: LengthsWorkload, packing: str, positions: int, pipelines: int) -> TimedWorkload:
+def mean_pack(workload: LengthsWorkload, packing: str, positions: int, pipelines: int) -> TimedWorkload:
     """Return a workload of equal micro-batches that stands for the packed ones, for which stages and orders are made.
 
     Its number of micro-batches is the number of packed micro-batches that ``pipelines`` pipelines over ``positions``
     positions have with this packing."""
     tokens, room = workload.tokens / pipelines, workload.max_document if packing == "rows" else workload.bin_tokens
-    each = bins_of_a_pipeline(0, positions, tokens) if packing == "balanced" else -(-tokens // room)
+    each = packs_of_a_pipeline(0, positions, tokens) if packing == "balanced" else -(-tokens // room)
     return _alike(workload, workload.lengths, int(each) * pipelines)
 
 
@@ -183,29 +183,29 @@ def _alike(workload: LengthsWorkload, lengths: Sequence[int], count: int) -> Tim
     )
 
 
-def _in_bins(workload: LengthsWorkload, bins: Bins, shares: tuple[tuple[int, ...], ...]) -> DealtWorkload:
-    """Return a timed workload of the packed micro-batches ``bins``, numbered as in ``share_bins``.
+def _in_packs(workload: LengthsWorkload, packs: Packs, shares: tuple[tuple[int, ...], ...]) -> DealtWorkload:
+    """Return a timed workload of the packed micro-batches ``packs``, numbered as in ``share_packs``.
 
     Args:
         shares: per rank, the numbers of its micro-batches.
     """
-    # Numbers as in share_bins: per group its shared micro-batches, then per rank its own.
-    rows = [bins.shared, bins.single]
+    # Numbers as in share_packs: per group its shared micro-batches, then per rank its own.
+    rows = [packs.shared, packs.single]
     numbered = [row[place] for some in rows for place in range(len(some[0]) if some else 0) for row in some]
-    tokens, pairs = [*map(bins.tokens, numbered)], [*map(bins.pairs, numbered)]
+    tokens, pairs = [*map(packs.tokens, numbered)], [*map(packs.pairs, numbered)]
     count, total, squares = len(numbered), sum(tokens), sum(pairs)
-    mean = _alike(workload, bins.lengths, count)
+    mean = _alike(workload, packs.lengths, count)
     return DealtWorkload(
         **vars(mean),
-        bins=bins,
+        packs=packs,
         sizes=tuple(MicroBatchSize(t * count / total, p * count / squares) for t, p in zip(tokens, pairs, strict=True)),
         shares=shares,
-        shared=len(bins.shared) * (bins.world_size // bins.ranks),
+        shared=len(packs.shared) * (packs.world_size // packs.ranks),
         linear=workload.token_s * total / count / mean.forward_s,
     )
 
 
-def _bins(workload: LengthsWorkload, packing: str, topology: Topology, ranks: int, speeds: tuple[float, ...]) -> Bins:
+def _packs(workload: LengthsWorkload, packing: str, topology: Topology, ranks: int, speeds: tuple[float, ...]) -> Packs:
     """Return the packed micro-batches of a step for the packing, assigned to ranks or groups of ``ranks`` ranks."""
     lengths, work, cap = workload.lengths, workload.work, workload.bin_tokens
     if packing in ("balanced", "tokens"):
@@ -213,29 +213,31 @@ def _bins(workload: LengthsWorkload, packing: str, topology: Topology, ranks: in
         arguments = {"world_size": topology.world_size, "cap": cap, "work": by, "ranks": ranks, "speeds": speeds}
         return replace(deal(lengths, **arguments), work=work)
     if packing == "rows":
-        lengths, bins = _cut(lengths, workload.max_document)
+        lengths, packs = _cut(lengths, workload.max_document)
     else:
-        bins = [*_first_fit(lengths, cap * ranks)]
+        packs = [*_first_fit(lengths, cap * ranks)]
     places = topology.world_size // ranks
-    bins += [()] * (-len(bins) % places)
-    rows = tuple(tuple(Bin(numbers, ranks) for numbers in bins[at : at + places]) for at in range(0, len(bins), places))
-    return Bins(*((rows, ()) if ranks > 1 else ((), rows)), ranks, tuple(lengths), work)
+    packs += [()] * (-len(packs) % places)
+    rows = tuple(
+        tuple(Pack(numbers, ranks) for numbers in packs[at : at + places]) for at in range(0, len(packs), places)
+    )
+    return Packs(*((rows, ()) if ranks > 1 else ((), rows)), ranks, tuple(lengths), work)
 
 
 def _first_fit(lengths: Sequence[int], cap: int) -> Iterator[tuple[int, ...]]:
     """Pack documents into micro-batches of at most ``cap`` tokens; return the numbers of the documents in each.
 
     Each document goes into the first micro-batch with enough space."""
-    bins: list[list[int]] = []
+    packs: list[list[int]] = []
     room: list[int] = []
     for number, length in enumerate(lengths):
-        at = next((at for at, left in enumerate(room) if left >= length), len(bins))
-        if at == len(bins):
-            bins.append([])
+        at = next((at for at, left in enumerate(room) if left >= length), len(packs))
+        if at == len(packs):
+            packs.append([])
             room.append(cap)
-        bins[at].append(number)
+        packs[at].append(number)
         room[at] -= length
-    return map(tuple, bins)
+    return map(tuple, packs)
 
 
 def _cut(lengths: Sequence[int], row: int) -> tuple[list[int], list[tuple[int, ...]]]:

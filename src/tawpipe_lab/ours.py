@@ -25,7 +25,7 @@ from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan,
 from tawpipe.schedule.settings import ScheduleSettings, recompute_of_blocks
 from tawpipe.schedule.sharing import share_in_sets, speeds_of
 from tawpipe.schedule.step import Schedule, StepSpec
-from tawpipe.schedule.strategies.build import build, shares_of, step_of, step_of_bins
+from tawpipe.schedule.strategies.build import build, shares_of, step_of, step_of_packs
 from tawpipe.schedule.strategies.table import find, register, strategies
 from tawpipe.schedule.strategies.weights import Spread
 from tawpipe.schedule.transform import without_overlap
@@ -33,7 +33,7 @@ from tawpipe.simulate import LinkModel
 from tawpipe.simulate import play as play_schedule
 from tawpipe.topology import Topology
 from tawpipe_lab.bounds import workload_costs, workload_model
-from tawpipe_lab.lengths import DealtWorkload, dealt, mean_bin, through_stages
+from tawpipe_lab.lengths import DealtWorkload, dealt, mean_pack, through_stages
 from tawpipe_lab.real_modules import real_model_spec
 from tawpipe_lab.rivals.stages import stages_of
 from tawpipe_lab.rivals.traffic import stages_per_rank
@@ -239,11 +239,11 @@ def _through_stages(
         if value:
             raise UserError(knob, value, f"nothing for {name} on documents of uneven lengths")
     none = ((),) * topology.world_size
-    step = step_of(workload_model(_mean_bin(workload, topology, settings)), topology, chosen, none, shared=0)
+    step = step_of(workload_model(_mean_pack(workload, topology, settings)), topology, chosen, none, shared=0)
     return through_stages(workload, settings.packing or "in turn", step)
 
 
-def _mean_bin(workload: LengthsWorkload, topology: Topology, settings: OurSettings) -> TimedWorkload:
+def _mean_pack(workload: LengthsWorkload, topology: Topology, settings: OurSettings) -> TimedWorkload:
     """Return a timed workload of equal micro-batches for which a pipeline's stages and order are made.
 
     The micro-batches have the mean size of the packed micro-batches of ``workload``.
@@ -251,7 +251,7 @@ def _mean_bin(workload: LengthsWorkload, topology: Topology, settings: OurSettin
     strategy = find(settings.schedule.strategy).configured(settings.schedule)
     assert isinstance(strategy, ActivationPipeline)
     positions = strategy.positions(topology)
-    return mean_bin(workload, settings.packing or "in turn", positions.size, positions.replicas)
+    return mean_pack(workload, settings.packing or "in turn", positions.size, positions.replicas)
 
 
 def recorded(path: str) -> torch.Tensor:
@@ -357,7 +357,7 @@ def search_knobs(
         return {}
     settings = settings_of(name, knobs)
     if isinstance(workload, LengthsWorkload):
-        work = _mean_bin(workload, topology, settings)
+        work = _mean_pack(workload, topology, settings)
     elif isinstance(workload, TimedWorkload) and isinstance(strategy, CostBasedPipeline):
         work = computed(name, workload, topology, knobs)
         assert isinstance(work, TimedWorkload)
@@ -430,7 +430,7 @@ def schedule_of(name: str, workload: Workload, topology: Topology, knobs: Mappin
         assert isinstance(strategy, ActivationPipeline)
         strategy = replace(strategy, pipeline_order=order)
     if isinstance(work, DealtWorkload):
-        step = step_of_bins(model, topology, chosen, work.bins.form, strategy=strategy)
+        step = step_of_packs(model, topology, chosen, work.packs.form, strategy=strategy)
     else:
         shares = shares_of(work.micro_batches, topology, chosen)
         step = step_of(model, topology, chosen, shares, strategy=strategy)

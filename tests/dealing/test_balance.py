@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tawpipe.dealing.balance import Bins, LayerKind, LayerTime, deal
+from tawpipe.dealing.balance import LayerKind, LayerTime, Packs, deal
 from tawpipe.errors import UserError
-from tawpipe.schedule.spec import share_bins
+from tawpipe.schedule.spec import share_packs
 
 WORK = LayerTime((LayerKind(layers=32, per_token=53_248, per_pair=1),))
 """An 8 B model's: attention takes half of the time at 53 k tokens."""
@@ -22,7 +22,7 @@ def corpus(tokens: int, longest: int, seed: int, mu: float = 6.35, sigma: float 
     return lengths
 
 
-def dealt_numbers(bins: Bins) -> list[int]:
+def dealt_numbers(bins: Packs) -> list[int]:
     return sorted(n for row in (*bins.shared, *bins.single) for one in row for n in one.documents)
 
 
@@ -53,7 +53,7 @@ def test_rank_has_shared_packs_first_and_one_pack_of_every_round() -> None:
     assert bins.shape[0] and 0 in {n for one in bins.shared[0] for n in one.documents}
     for rank in range(4):
         own = bins.of(rank)
-        assert len(own) == sum(bins.shape) == len(share_bins(*bins.shape, 4, 2)[rank])
+        assert len(own) == sum(bins.shape) == len(share_packs(*bins.shape, 4, 2)[rank])
         assert own[: bins.shape[0]] == bins.of(rank ^ 1)[: bins.shape[0]]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from schedules import EVERY, NAMES, llama, make, step_for
 from selected import quick_ones
-from tawpipe.dealing.balance import Bins, LayerKind, LayerTime, deal
+from tawpipe.dealing.balance import LayerKind, LayerTime, Packs, deal
 from tawpipe.dealing.speeds import by_speed, parse_speeds, spell_speeds
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
@@ -125,7 +125,7 @@ def test_documents_are_dealt_by_device_speed(seed: int) -> None:
         assert all(bins.tokens(b) <= 147_456 * b.ranks for row in (*bins.shared, *bins.single) for b in row)
         assert bins.seconds >= bins.floor * (1 - 1e-9)
         assert bins.imbalance < 1.12
-        evenly = Bins(even.shared, even.single, ranks, even.lengths, WORK, speeds)
+        evenly = Packs(even.shared, even.single, ranks, even.lengths, WORK, speeds)
         assert bins.seconds < 0.8 * evenly.seconds
         assert deal(lengths, speeds=(1.0,) * len(speeds), **given).single == even.single
 

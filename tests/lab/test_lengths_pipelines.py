@@ -23,7 +23,7 @@ from tawpipe.topology import Topology
 from tawpipe_lab import ours
 from tawpipe_lab.bounds import Bounds, workload_costs
 from tawpipe_lab.compare import bounds_of, link_of
-from tawpipe_lab.lengths import DealtWorkload, dealt, mean_bin
+from tawpipe_lab.lengths import DealtWorkload, dealt, mean_pack
 from tawpipe_lab.ours_run import _SleepingCompute
 from tawpipe_lab.sleeper import BusyTime, Sleeper
 from tawpipe_lab.suite import Cell, Entry, load_suite
@@ -50,12 +50,12 @@ def test_every_token_passes_all_pipeline_stages_once(name: str, stages: str) -> 
     knobs = through(name, stages)
     work, schedule = ours.computed(name, TINY, TOPOLOGY, knobs), ours.schedule_of(name, TINY, TOPOLOGY, knobs)
     verify(schedule)
-    assert isinstance(work, DealtWorkload) and any(map(len, work.bins.slices))
+    assert isinstance(work, DealtWorkload) and any(map(len, work.packs.slices))
     assert schedule.step.slices and schedule.step.micro_batches == work.shares
     tokens = Counter[int]()
-    for row in work.bins.single:
+    for row in work.packs.single:
         for bin in row:
-            tokens.update({n: work.bins.tokens(bin) if bin.part else work.bins.lengths[n] for n in bin.documents})
+            tokens.update({n: work.packs.tokens(bin) if bin.part else work.packs.lengths[n] for n in bin.documents})
     assert tokens == Counter(dict(enumerate(TINY.lengths)))
     whole = PASSES * sum(map(TINY.work.of, TINY.lengths))
     assert work.compute_s == pytest.approx(whole)
@@ -78,7 +78,7 @@ def test_balanced_packs_shorten_a_pipeline_step_against_packs_in_turn() -> None:
         knobs = through("1f1b-ours", "nodes", packing=packing)
         work = ours.computed("1f1b-ours", TINY, TOPOLOGY, knobs)
         assert isinstance(work, DealtWorkload)
-        assert (work.bins.positions, work.bins.world_size) == (2, 2)
+        assert (work.packs.positions, work.packs.world_size) == (2, 2)
         costs = workload_costs(work, between=LinkModel(1e9), inside=LinkModel(1e9))
         schedule = ours.schedule_of("1f1b-ours", TINY, TOPOLOGY, knobs)
         seconds[packing] = play(schedule, costs, steps=1).makespan
@@ -130,8 +130,8 @@ def test_activation_bytes_follow_the_tokens_of_a_pack() -> None:
     compute = _SleepingCompute(work, schedule, 0, Sleeper(BusyTime()))
     sent = [a.transfers[0].buffer for a in schedule.programs[0] if a.transfers and a.transfers[0].send]
     tokens = {buffer.at[0]: compute._new(buffer).nbytes / TINY.token_bytes for buffer in sent}
-    for number, row in zip(work.shares[0], work.bins.of(0), strict=True):
-        assert tokens[number] == pytest.approx(work.bins.tokens(row), abs=4)
+    for number, row in zip(work.shares[0], work.packs.of(0), strict=True):
+        assert tokens[number] == pytest.approx(work.packs.tokens(row), abs=4)
 
 
 def compute(world: World, *, workload: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -204,4 +204,4 @@ def test_stages_are_searched_for_the_dealt_number_of_packs() -> None:
     wide = replace(TINY, bin_tokens=2 * TINY.max_document)
     for packing in ("in turn", "rows"):
         there = dealt(wide, packing, Topology.grid(2, 1)).micro_batches
-        assert mean_bin(wide, packing, 2, 2).micro_batches == there
+        assert mean_pack(wide, packing, 2, 2).micro_batches == there

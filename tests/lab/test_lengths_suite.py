@@ -56,7 +56,7 @@ def test_every_document_is_computed_once_under_every_packing(packing: str, ranks
     topology = Topology.grid(2, 4)
     for workload in (TINY, PRODUCTION):
         work = dealt(workload, packing, topology, ranks)
-        bins = work.bins
+        bins = work.packs
         documents = Counter(n for row in (*bins.shared, *bins.single) for one in row for n in one.documents)
         assert set(documents.values()) == {1} and len(documents) == len(bins.lengths)
         assert sum(bins.lengths) == sum(workload.lengths) == workload.tokens
@@ -132,7 +132,7 @@ def compute(world: World, *, workload: dict[str, Any]) -> dict[str, float]:
 def test_every_rank_sleeps_for_its_packs(pool: Any) -> None:
     settings = {name: value for name, value in spell_out(TINY).items() if name != "kind"}
     topology = Topology.grid(2, 2)
-    assert dealt(TINY, "balanced", topology, 2).bins.shape == (1, 1)  # some documents are shared, others are not
+    assert dealt(TINY, "balanced", topology, 2).packs.shape == (1, 1)  # some documents are shared, others are not
     found = pool.run(f"{__name__}:compute", 2, 2, workload=settings)
     for title, (name, knobs) in ROWS.items():
         is_ours = name in ours.rows()
@@ -143,7 +143,7 @@ def test_every_rank_sleeps_for_its_packs(pool: Any) -> None:
         for rank, own in enumerate(work.shares):
             wanted = 0.0
             for m in own:
-                share = work.layers / (work.bins.ranks if m < work.shared else 1)
+                share = work.layers / (work.packs.ranks if m < work.shared else 1)
                 kept = 1 if "keep_mib" in knobs and m >= work.shared else 0  # a MiB holds one of the two layers
                 wanted += share * ((passes - kept / work.layers) * work.forward_s * work.work(m))
                 wanted += share * 5 * work.keys_s(m) if m < work.shared else 0.0

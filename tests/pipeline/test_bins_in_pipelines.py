@@ -9,7 +9,7 @@ import torch
 
 from borders import llama, piped
 from schedules import llama as sizes
-from tawpipe.dealing.balance import BinsForm
+from tawpipe.dealing.balance import PacksForm
 from tawpipe.errors import UserError
 from tawpipe.model.attention.chunked import KeyStore
 from tawpipe.pipeline.schedules import CUT_KEPT, Schedules
@@ -75,10 +75,10 @@ def test_pipeline_on_one_device_is_refused():
 def test_only_latest_schedules_of_sliced_documents_are_cached():
     world = World(Topology.grid(2, 1), 0, torch.device("cpu"), None)
     schedules = Schedules(ScheduleSettings(strategy="1f1b"), sizes(2), world)
-    whole = schedules.of(BinsForm(0, 4), training=True)
-    forms = [BinsForm(0, 2 + count, ((count,),)) for count in range(2, CUT_KEPT + 3)]
+    whole = schedules.of(PacksForm(0, 4), training=True)
+    forms = [PacksForm(0, 2 + count, ((count,),)) for count in range(2, CUT_KEPT + 3)]
     first, *_, last = [schedules.of(form, training=False) for form in forms]
-    assert schedules.of(forms[-1], training=False) is last and schedules.of(BinsForm(0, 4), training=True) is whole
+    assert schedules.of(forms[-1], training=False) is last and schedules.of(PacksForm(0, 4), training=True) is whole
     assert schedules.of(forms[0], training=False) is not first and len(schedules._kept) == CUT_KEPT + 1
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from schedules import llama
-from tawpipe.dealing.balance import BinsForm, LayerKind, LayerTime, deal
+from tawpipe.dealing.balance import LayerKind, LayerTime, PacksForm, deal
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.units import build_units
@@ -47,7 +47,7 @@ def test_schedule_is_built_once_per_number_of_micro_batches() -> None:
     assert len(made.of(7, training=True).micro_batches) == 7
     assert made.shares(7) == made.of(7, training=True).step.micro_batches
     assert [one.training for one in made.samples()] == [True, False]
-    assert made.of(BinsForm(1, 2), training=True).step.shared == 4  # a round of bins of four sets of one
+    assert made.of(PacksForm(1, 2), training=True).step.shared == 4  # a round of bins of four sets of one
 
 
 def test_reordered_schedule_holds_only_for_its_number_of_micro_batches() -> None:
@@ -67,7 +67,7 @@ def test_unsuitable_ready_schedules_are_refused() -> None:
     with pytest.raises(UserError, match="batch: got '5 micro-batches'; 4 micro-batches, as the schedule"):
         given.of(5, training=True)
     with pytest.raises(UserError, match="schedule: got 'a ready one'"):
-        given.of_bins(BinsForm(0, 1))
+        given.of_packs(PacksForm(0, 1))
     with pytest.raises(UserError, match="one for this model on"):
         Schedules(ready, llama(4), world(2, 2))
     with pytest.raises(UserError, match="one that only goes forward"):

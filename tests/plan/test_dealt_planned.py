@@ -102,13 +102,13 @@ def test_dealing_by_time_beats_other_packings_in_a_plan(dealt: DealReport) -> No
     best, turn, rows = dealt.best, dealt.deal_of(IN_TURN), dealt.deal_of(ROWS)
     assert best is not None and turn is not None and rows is not None and best.name == BALANCED
     assert best.seconds < min(turn.seconds, rows.seconds)
-    assert sum(rows.bins.lengths) == sum(best.bins.lengths)
+    assert sum(rows.packs.lengths) == sum(best.packs.lengths)
     for one in dealt.deals:
         # Links cost nothing here. Ranks may be ahead of each other by a visit, of several rounds perhaps.
-        busiest = max(map(sum, zip(*one.bins.times, strict=True)))
-        assert busiest * 0.7 < one.seconds < sum(map(max, one.bins.times)) * 1.1
+        busiest = max(map(sum, zip(*one.packs.times, strict=True)))
+        assert busiest * 0.7 < one.seconds < sum(map(max, one.packs.times)) * 1.1
         assert one.over_mean >= 1 and one.timeline is not None
-    assert {one.bins.ranks for one in dealt.deals} == {1, 2}
+    assert {one.packs.ranks for one in dealt.deals} == {1, 2}
 
 
 @pytest.mark.slow
@@ -122,9 +122,9 @@ def test_slow_links_choose_a_pipeline_of_packs_and_slices() -> None:
     found = DealReport.of(asked, corpus(), tokens=4000, max_document=300)
     best = found.best
     assert best is not None and best.timeline is not None and strategies()[found.chosen or ""].axis
-    assert best.bins.positions > 1 and best.seconds < 0.7 * found.strategies["tawpipe-spread"].seconds
-    assert any(deal.bins.slices for deal in found.strategies.values())
-    assert best.seconds >= best.bins.mean_seconds * 3 / 4  # if layers compute nothing again
+    assert best.packs.positions > 1 and best.seconds < 0.7 * found.strategies["tawpipe-spread"].seconds
+    assert any(deal.packs.slices for deal in found.strategies.values())
+    assert best.seconds >= best.packs.mean_seconds * 3 / 4  # if layers compute nothing again
     assert str(found.chosen) in "\n".join(lines(found)) and as_json(found)["lengths"]["chosen"] == found.chosen
 
 

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from plan_requests import LAYERS, plan_request, profile, search_only, step_of
-from tawpipe.dealing.balance import Bins, LayerKind, LayerTime, deal
+from tawpipe.dealing.balance import LayerKind, LayerTime, Packs, deal
 from tawpipe.plan.answer.dealt import BALANCED, played
 from tawpipe.plan.cost.predict import memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.cost.request import PlanRequest
@@ -24,7 +24,7 @@ from tawpipe.schedule.pipelines.work import BlockTimes
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sizes.footprint import held
 from tawpipe.schedule.step import Schedule, StepSpec
-from tawpipe.schedule.strategies.build import build, step_of_bins
+from tawpipe.schedule.strategies.build import build, step_of_packs
 from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import BlockCost, LinkModel, MicroBatchSize, Seconds, mean_size, size_of
 from tawpipe.topology import Topology
@@ -50,7 +50,7 @@ def request_of(lengths: list[int], *, nodes: int = 2, local: int = 2, between: f
     return plan_request(machine, profile=own, cuts=True, **given)
 
 
-def dealt(request: PlanRequest, step: StepSpec) -> Bins:
+def dealt(request: PlanRequest, step: StepSpec) -> Packs:
     """The documents as a run deals them."""
     if step.strategy.axis:
         return step.strategy.dealing(step, cap=CAP, work=request.profile.work, cuts=LONG)(request.dealt)
@@ -99,7 +99,7 @@ def test_prediction_waits_for_the_longest_pack_of_every_round() -> None:
         assert tried is not None and predict(request, step).step_seconds == pytest.approx(tried.seconds, rel=0.05)
 
 
-def shares_of(step: StepSpec, bins: Bins) -> dict[tuple[Kind, int], float]:
+def shares_of(step: StepSpec, bins: Packs) -> dict[tuple[Kind, int], float]:
     """Of a full bin, what every bin that was dealt keeps; of keys the first slice has those of its document."""
     numbers = dict(zip(step.strategy.dealt_to(step.topology), step.micro_batches, strict=True))
     shares: dict[tuple[Kind, int], float] = {}
@@ -118,7 +118,7 @@ def test_predicted_memory_of_slices_matches_the_dealt_step(stages: str) -> None:
     request = request_of([3000, *lengths_of(1)[:60]])
     step = step_of(request, "1f1b", stages=stages)
     bins = dealt(request, step)
-    as_run = build(step_of_bins(step.model, request.topology, step.settings, bins.form, strategy=step.strategy))
+    as_run = build(step_of_packs(step.model, request.topology, step.settings, bins.form, strategy=step.strategy))
     given, memory = shares_of(as_run.step, bins), request.profile.memory
 
     def working(schedule: Schedule) -> int:

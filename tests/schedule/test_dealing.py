@@ -11,14 +11,14 @@ from random import Random
 import pytest
 
 from schedules import laid_out, llama
-from tawpipe.dealing.balance import Bins, BinsForm, LayerKind, LayerTime
+from tawpipe.dealing.balance import LayerKind, LayerTime, Packs, PacksForm
 from tawpipe.errors import UserError
 from tawpipe.orders.arrange import arrange
 from tawpipe.orders.slicing import listed
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.buffers import Kind, keys
 from tawpipe.schedule.pipelines import dealing
-from tawpipe.schedule.pipelines.dealing import BINS, LONG, slices_of
+from tawpipe.schedule.pipelines.dealing import LEAST_PACKS, LONG, slices_of
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.links import LaneLoad, played
 from tawpipe.schedule.pipelines.memory import peak
@@ -30,7 +30,7 @@ from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sizes.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.step import Schedule, Strategy
-from tawpipe.schedule.strategies.build import build, step_of, step_of_bins
+from tawpipe.schedule.strategies.build import build, step_of, step_of_packs
 from tawpipe.schedule.transform import for_one_thread
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, Seconds, play
 from tawpipe.topology import Topology
@@ -52,15 +52,15 @@ def dealing_of(use: Strategy, topology: Topology, cap: int = 400, *, cuts: float
     return step.strategy.dealing(step, cap=cap, work=WORK, cuts=cuts)
 
 
-def schedule_of(use: Strategy, topology: Topology, bins: Bins, *, training: bool = True) -> Schedule:
-    step = step_of_bins(llama(LAYERS), topology, ScheduleSettings(), bins.form, strategy=use)
+def schedule_of(use: Strategy, topology: Topology, bins: Packs, *, training: bool = True) -> Schedule:
+    step = step_of_packs(llama(LAYERS), topology, ScheduleSettings(), bins.form, strategy=use)
     return for_one_thread(build(step, training=training))
 
 
-def seconds_of(schedule: Schedule, bins: Bins) -> float:
+def seconds_of(schedule: Schedule, bins: Packs) -> float:
     """By the clock of the house, which has the cost of every bin by itself."""
     layer = BlockCost(Seconds(0, 0.01, 0.0001), Seconds(0, 0.03, 0.0003))
-    model = CostModel((BlockCost(), *[layer] * LAYERS, BlockCost()), FREE, FREE).with_bins(bins)
+    model = CostModel((BlockCost(), *[layer] * LAYERS, BlockCost()), FREE, FREE).with_packs(bins)
     return play(schedule, model, steps=1).makespan
 
 
@@ -80,7 +80,7 @@ def test_every_document_is_in_one_pack_and_predicted_seconds_hold(name: str, sta
     assert Counter(n for row in bins.single for bin in row for n in bin.documents) == Counter(range(len(lengths)))
     assert all(bins.tokens(bin) <= 400 for row in bins.single for bin in row)
     positions, pipelines = (4, 1) if stages == "world" else (2, 2)
-    assert (bins.world_size, bins.positions) == (pipelines, positions) and len(bins.single) >= BINS * positions
+    assert (bins.world_size, bins.positions) == (pipelines, positions) and len(bins.single) >= LEAST_PACKS * positions
     assert len(bins.single) % positions == 0
     schedule = schedule_of(use, topology, bins)
     verify(schedule, one_thread=True)
@@ -101,7 +101,7 @@ def test_few_documents_leave_packs_empty_and_long_ones_are_refused() -> None:
     use = laid_out("1f1b", block_times=BLOCKS)
     by = dealing_of(use, Topology.grid(4, 1))
     bins = by([7, 300])
-    assert sum(bool(bin.documents) for row in bins.single for bin in row) == 2 and len(bins.single) == 4 * BINS
+    assert sum(bool(bin.documents) for row in bins.single for bin in row) == 2 and len(bins.single) == 4 * LEAST_PACKS
     with pytest.raises(UserError, match="one of 401 tokens"):
         by([401])
 
@@ -109,7 +109,7 @@ def test_few_documents_leave_packs_empty_and_long_ones_are_refused() -> None:
 def test_solved_order_of_equal_rows_refuses_packs() -> None:
     use = laid_out("solved", block_times=BLOCKS)
     with pytest.raises(UserError, match="generated where documents are dealt by time"):
-        step_of_bins(llama(LAYERS), Topology.grid(2, 1), ScheduleSettings(), BinsForm(0, 8), strategy=use)
+        step_of_packs(llama(LAYERS), Topology.grid(2, 1), ScheduleSettings(), PacksForm(0, 8), strategy=use)
 
 
 # slices
@@ -270,7 +270,7 @@ def test_link_clock_of_the_dealing_agrees_with_the_simulator(size: int) -> None:
     verify(schedule, one_thread=True)
     layer = BlockCost(Seconds(0, 0.01, 0.0001), Seconds(0, 0.03, 0.0003))
     model = CostModel((BlockCost(), *[layer] * LAYERS, BlockCost()), LinkModel(1.0), FREE, boundary_bytes=8)
-    model = model.with_bins(bins)
+    model = model.with_packs(bins)
     unit = sum(model.forward_s(0, 1, m) for m in range(len(bins.single))) / len(bins.single)
     model = replace(model, between=LinkModel(model.boundary(0) / bins.tokens(bins.single[0][0]) * mean / (8 * unit)))
     shape = use.shape(schedule.step.model, topology)

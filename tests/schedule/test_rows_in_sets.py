@@ -20,7 +20,7 @@ from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sharing import share_in_sets
 from tawpipe.schedule.sizes.activations import activations_held
 from tawpipe.schedule.sizes.footprint import BlockMemory, Widths, costs
-from tawpipe.schedule.spec import share_bins
+from tawpipe.schedule.spec import share_packs
 from tawpipe.schedule.strategies.build import build, step_of
 from tawpipe.schedule.strategies.weight_strategy import WeightStrategy
 from tawpipe.schedule.transform import for_one_thread
@@ -157,7 +157,7 @@ def test_mixed_shared_and_single_micro_batches_verify_and_sum_right(
 ):
     """As a step of bins has them: proved, and played with numbers."""
     topology, model = Topology.grid(nodes, local), llama(3, tied=True)
-    shares = share_bins(shared_rounds, rounds, nodes * local, ranks)
+    shares = share_packs(shared_rounds, rounds, nodes * local, ranks)
     settings = ScheduleSettings(strategy=strategy, sequence_ranks=ranks, micro_batches_per_visit=per_visit)
     shared = shared_rounds * nodes * local // ranks
     made = for_one_thread(build(step_of(model, topology, settings, shares, shared=shared)))

@@ -75,8 +75,8 @@ def trained(world: World, *, seed: int, delays: float = 0.0, **knobs: Any) -> An
     losses, norms, shapes = [], [], []
     for documents in steps_of(seed):
         batch = pipeline.part_of_documents([sum(one.lengths) for one in documents], documents.__getitem__)
-        assert batch.bins is not None
-        shapes.append(batch.bins.shape)
+        assert batch.packs is not None
+        shapes.append(batch.packs.shape)
         result = pipeline.step(batch)
         losses.append(result.loss)
         norms.append(result.grad_norm)

@@ -208,13 +208,13 @@ def test_smaller_batch_suggestions_use_bin_token_settings() -> None:
     assert (batch.rows, batch.row_tokens, batch.step_tokens) == (16, 1024, 16384)
     smaller = ("sequence_length", 512), ("sequence_length", 128), ("global_batch", 8)
     ways = [WayOut((Change("micro_batch", 1), Change(*change)), 1.0) for change in smaller]
-    assert [str(memory._for_bins(way, batch)) for way in ways] == [
+    assert [str(memory._for_packs(way, batch)) for way in ways] == [
         "--micro-batch 1 --bin-tokens 256: 1.000 s per step of as many rows",
         "--micro-batch 1 --bin-tokens 64 --max-document 128: 1.000 s per step of as many rows",
         "--micro-batch 1 --tokens-per-step 8192: 1.000 s per step of fewer tokens",
     ]
     rows = replace(batch, packing="split")
-    assert [memory._for_bins(way, rows) for way in ways] == ways
+    assert [memory._for_packs(way, rows) for way in ways] == ways
 
 
 @pytest.mark.parametrize(

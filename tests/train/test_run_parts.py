@@ -14,7 +14,7 @@ from schedules import llama, make
 from tawpipe.checkpoint.save import Saved
 from tawpipe.console import Console
 from tawpipe.data.tokenizer import stops_of, train_tokenizer
-from tawpipe.dealing.balance import Bin, Bins, LayerKind, LayerTime
+from tawpipe.dealing.balance import LayerKind, LayerTime, Pack, Packs
 from tawpipe.dealing.lengths import in_like_lengths
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
@@ -284,8 +284,8 @@ def test_step_rows_describe_the_batch_and_links_between_nodes() -> None:
 
 def test_batch_description_names_packs_for_pipelines_and_rounds_otherwise() -> None:
     batch = BatchShape.of(load_config(["--max-document", "200", "--tokens-per-step", "800"]), "balanced", 2)
-    whole, parts = (Bin((1, 2)),), [(Bin((0,), part=span),) for span in ((0, 6), (6, 9))]
-    dealt = Bins((), (whole, whole), 1, (9, 3, 3), LayerTime((LayerKind(1, 1.0, 0.0),)))
+    whole, parts = (Pack((1, 2)),), [(Pack((0,), part=span),) for span in ((0, 6), (6, 9))]
+    dealt = Packs((), (whole, whole), 1, (9, 3, 3), LayerTime((LayerKind(1, 1.0, 0.0),)))
     assert "3 documents in 2 rounds, packed micro-batches of at most 300 tokens per process" in batch_words(
         batch, dealt, None
     )

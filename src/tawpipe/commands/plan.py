@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MOST_S = 15.0
 """Seconds of CPU time after which the search ends if it has found a strategy, unless ``--all`` is set."""
-MOST_IN_BIN = 1000
+MOST_IN_PACK = 1000
 """Largest number of documents in the packed micro-batch that is measured."""
 
 
@@ -348,7 +348,7 @@ class _Corpus:
             raise UserError("--tokens-per-step", value, f"at least {most}, the length of the longest document")
         config = replace(words.config, tokens_per_step=step, max_document=most)
         row = BatchShape.of(config, "balanced", world_size).bin_tokens
-        documents = lengths.step(row, -1)[:MOST_IN_BIN]
+        documents = lengths.step(row, -1)[:MOST_IN_PACK]
         documents[0] = min(documents[0], row)
         while (left := row - sum(documents)) > 0:
             documents.append(min(left, most))

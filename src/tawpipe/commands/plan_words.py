@@ -49,7 +49,7 @@ SHORT = {"optimizer.name": "--optimizer"} | {
     for name in ("early_updates", "sequence_chunk", "sequence_ranks", "offload_dir")
 }
 """Settings that also have a shorter name in this command."""
-BINS = ("tokens_per_step", "max_document", "bin_tokens")
+PACK_OPTIONS = ("tokens_per_step", "max_document", "bin_tokens")
 OF_TRAINING = ("sequence_length", "global_batch", "lengths", "explain", "report", "save", "all")
 """Options of a plan for training that a plan for serving does not take."""
 TAKEN: dict[str, dict[str, Any]] = {
@@ -186,8 +186,8 @@ class PlanWords:
             ]
         else:
             balanced = config.packing if config.packing == "balanced" else None
-            bins = [(f"--{name.replace('_', '-')}", self.user_value(name)) for name in BINS]
-            conflicts += [(name, value, "unset without --lengths of a corpus") for name, value in bins]
+            pack_options = [(f"--{name.replace('_', '-')}", self.user_value(name)) for name in PACK_OPTIONS]
+            conflicts += [(name, value, "unset without --lengths of a corpus") for name, value in pack_options]
             conflicts += [("--packing", balanced, "another packing, or --lengths of a corpus")]
         for name in chosen_by_hand(config.schedule):
             value = getattr(config.schedule, name)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from tawpipe.dealing.speeds import slowest_of
 from tawpipe.errors import UserError
 
-USUAL_BIN = 3 / 2
+USUAL_PACK = 3 / 2
 """Default tokens of a bin, relative to the longest document, so that other documents fit beside it."""
 SHARED_COST = 0.05
 """Extra cost of a shared document, relative to its time: its keys are computed twice, and gathered."""
@@ -114,7 +114,7 @@ class LayerTime:
 
 
 @dataclass(frozen=True)
-class Bin:
+class Pack:
     """Packed micro-batch: the numbers of its documents in the step, longest first.
 
     Args:
@@ -127,8 +127,8 @@ class Bin:
     part: tuple[int, int] | None = None
 
 
-class BinsForm(NamedTuple):
-    """Shape of an assigned step, without its documents; fields as in ``Bins.shape`` and ``Bins``."""
+class PacksForm(NamedTuple):
+    """Shape of an assigned step, without its documents; fields as in ``Packs.shape`` and ``Packs``."""
 
     shared: int
     single: int
@@ -137,7 +137,7 @@ class BinsForm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Bins:
+class Packs:
     """Step whose documents are assigned to ranks or pipelines.
 
     Args:
@@ -155,8 +155,8 @@ class Bins:
             strategy's order.
     """
 
-    shared: tuple[tuple[Bin, ...], ...]
-    single: tuple[tuple[Bin, ...], ...]
+    shared: tuple[tuple[Pack, ...], ...]
+    single: tuple[tuple[Pack, ...], ...]
     ranks: int
     lengths: tuple[int, ...] = field(repr=False)
     work: LayerTime = field(repr=False)
@@ -172,9 +172,9 @@ class Bins:
         return len(self.shared), len(self.single)
 
     @property
-    def form(self) -> BinsForm:
+    def form(self) -> PacksForm:
         """Facts of the assignment on which a step's schedule depends, without the documents."""
-        return BinsForm(*self.shape, self.slices, self.orders)
+        return PacksForm(*self.shape, self.slices, self.orders)
 
     @property
     def in_words(self) -> str:
@@ -187,21 +187,21 @@ class Bins:
         """Number of ranks, or pipelines, to which documents are assigned."""
         return len(self.single[0]) if self.single else len(self.shared[0]) * self.ranks
 
-    def of(self, rank: int) -> tuple[Bin, ...]:
+    def of(self, rank: int) -> tuple[Pack, ...]:
         """Return the bins of one rank (or pipeline), in the order of the rounds: shared ones first."""
         return (*(row[rank // self.ranks] for row in self.shared), *(row[rank] for row in self.single))
 
-    def tokens(self, bin: Bin) -> int:
+    def tokens(self, pack: Pack) -> int:
         """Return the tokens of a bin, on all ranks that compute it together."""
-        return sum(end - begin for begin, end in self._spans(bin))
+        return sum(end - begin for begin, end in self._spans(pack))
 
-    def pairs(self, bin: Bin) -> int:
+    def pairs(self, pack: Pack) -> int:
         """Return the pairs of tokens of a bin: the sum over its documents of the squared length (less for a slice)."""
-        return sum(end**2 - begin**2 for begin, end in self._spans(bin))
+        return sum(end**2 - begin**2 for begin, end in self._spans(pack))
 
-    def _spans(self, bin: Bin) -> list[tuple[int, int]]:
+    def _spans(self, pack: Pack) -> list[tuple[int, int]]:
         """Return (first token, end) of every document of a bin in itself, or of its slice."""
-        return [bin.part] if bin.part else [(0, self.lengths[number]) for number in bin.documents]
+        return [pack.part] if pack.part else [(0, self.lengths[number]) for number in pack.documents]
 
     @cached_property
     def seconds(self) -> float:
@@ -209,7 +209,7 @@ class Bins:
 
         With pipelines it is ``stretch`` times ``mean_seconds`` instead."""
         return self.stretch * self.mean_seconds or sum(
-            kind.layers * max(self._time(kind, bin) / self._speed(bin, at) for at, bin in enumerate(row))
+            kind.layers * max(self._time(kind, pack) / self._speed(pack, at) for at, pack in enumerate(row))
             for row in (*self.shared, *self.single)
             for kind in self.work.kinds
         )
@@ -223,22 +223,22 @@ class Bins:
     def times(self) -> list[list[float]]:
         """Modelled times of the bins, [rounds][ranks]; a shared bin is listed once for each of its ranks."""
         return [
-            [self.time(bin) / self._speed(bin, at) for at, bin in enumerate(row) for _ in range(bin.ranks)]
+            [self.time(pack) / self._speed(pack, at) for at, pack in enumerate(row) for _ in range(pack.ranks)]
             for row in (*self.shared, *self.single)
         ]
 
-    def time(self, bin: Bin) -> float:
+    def time(self, pack: Pack) -> float:
         """Return the time of a bin on each of its ranks, at the speed of the fastest rank."""
-        return sum(kind.layers * self._time(kind, bin) for kind in self.work.kinds)
+        return sum(kind.layers * self._time(kind, pack) for kind in self.work.kinds)
 
-    def _speed(self, bin: Bin, place: int) -> float:
-        """Return the speed of the slowest rank that computes ``bin``.
+    def _speed(self, pack: Pack, place: int) -> float:
+        """Return the speed of the slowest rank that computes ``pack``.
 
         Args:
-            bin: the bin.
+            pack: the pack.
             place: its index in its round.
         """
-        return min(self.speeds[place * bin.ranks : (place + 1) * bin.ranks], default=1.0)
+        return min(self.speeds[place * pack.ranks : (place + 1) * pack.ranks], default=1.0)
 
     @cached_property
     def floor(self) -> float:
@@ -254,12 +254,12 @@ class Bins:
         """Time relative to ``floor``; at least 1."""
         return self.seconds / self.floor
 
-    def _time(self, kind: LayerKind, bin: Bin) -> float:
+    def _time(self, kind: LayerKind, pack: Pack) -> float:
         """Return the time that one layer of ``kind`` takes for a bin on each of its ranks.
 
         The time is for a rank of speed 1."""
-        cost = 1 + SHARED_COST if bin.ranks > 1 else 1
-        return cost / bin.ranks * sum(kind.of(end) - (kind.of(begin) - kind.fixed) for begin, end in self._spans(bin))
+        cost = 1 + SHARED_COST if pack.ranks > 1 else 1
+        return cost / pack.ranks * sum(kind.of(end) - (kind.of(begin) - kind.fixed) for begin, end in self._spans(pack))
 
 
 def deal(
@@ -271,7 +271,7 @@ def deal(
     ranks: int = 1,
     speeds: tuple[float, ...] = (),
     rounds: int = 0,
-) -> Bins:
+) -> Packs:
     """Assign the documents of a step to ranks so that all compute about equally long, and return the assignment.
 
     With context-parallel groups, several numbers of shared documents are tried, and the best assignment is returned.
@@ -282,7 +282,7 @@ def deal(
         cap: most tokens of a bin, for every rank that computes it.
         work: time of documents.
         ranks: ranks of a context-parallel group; 1 to share no documents.
-        speeds: speed of every rank, see ``Bins``.
+        speeds: speed of every rank, see ``Packs``.
         rounds: least number of rounds of single ranks, if there are enough documents.
 
     Raises:
@@ -296,14 +296,14 @@ def deal(
         raise UserError("documents", f"one of {longest} tokens", f"at most {cap * ranks}, one micro-batch{together}")
     times = [work.of(length) for length in lengths]
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-    deals: list[tuple[float, Bins]] = []
+    deals: list[tuple[float, Packs]] = []
     for count in _numbers_shared(order, lengths, times, cap, ranks, world_size):
         filled = _Filling(lengths, times, cap, world_size, ranks, speeds)
         filled.share(order[:count])
         filled.place(order[count:], rounds)
-        bins = filled.bins(work)
+        packs = filled.packs(work)
         dearer = SHARE_GAIN if deals else 0.0  # the first try shares only what it must
-        deals.append((bins.seconds * (1 + ROUND_COST * sum(bins.shape)) * (1 + dearer), bins))
+        deals.append((packs.seconds * (1 + ROUND_COST * sum(packs.shape)) * (1 + dearer), packs))
     return min(deals, key=lambda dealt: dealt[0])[1]
 
 
@@ -409,7 +409,7 @@ class _Filling:
         """
         if not numbers:
             return
-        taken = sum(self.lengths[number] for bin in self.documents for number in bin)
+        taken = sum(self.lengths[number] for pack in self.documents for number in pack)
         tokens = sum(self.lengths[number] for number in numbers)
         room = self.cap * (sum(self.speeds) or self.world_size)  # a slow rank reaches the level before its bin is full
         rounds = max(least, ceil(((tokens + taken) * ROOM) / room) - self.shared)
@@ -491,17 +491,17 @@ class _Filling:
             left -= rising.pop()
         return [max(level, left / len(rising)) for level in levels]
 
-    def bins(self, work: LayerTime) -> Bins:
-        """Return the result as ``Bins``, without rounds that have no documents."""
+    def packs(self, work: LayerTime) -> Packs:
+        """Return the result as ``Packs``, without rounds that have no documents."""
         sets = self.world_size // self.ranks
         cut = self.shared * sets
-        shared = [Bin(tuple(numbers), self.ranks) for numbers in self.documents[:cut]]
-        single = [Bin(tuple(numbers)) for numbers in self.documents[cut:]]
+        shared = [Pack(tuple(numbers), self.ranks) for numbers in self.documents[:cut]]
+        single = [Pack(tuple(numbers)) for numbers in self.documents[cut:]]
         rows = _rows(shared, sets), _rows(single, self.world_size)
-        return Bins(*rows, self.ranks, tuple(self.lengths), work, self.speeds)
+        return Packs(*rows, self.ranks, tuple(self.lengths), work, self.speeds)
 
 
-def _rows(bins: Sequence[Bin], size: int) -> tuple[tuple[Bin, ...], ...]:
+def _rows(packs: Sequence[Pack], size: int) -> tuple[tuple[Pack, ...], ...]:
     """Group bins into rounds of ``size`` bins, and return the rounds that have documents."""
-    rows = (tuple(bins[at : at + size]) for at in range(0, len(bins), size))
-    return tuple(row for row in rows if any(bin.documents for bin in row))
+    rows = (tuple(packs[at : at + size]) for at in range(0, len(packs), size))
+    return tuple(row for row in rows if any(pack.documents for pack in row))

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from tawpipe.dealing.balance import Bins, deal
+from tawpipe.dealing.balance import Packs, deal
 from tawpipe.errors import UserError
 from tawpipe.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-Dealing = Callable[[Sequence[int]], Bins]
+Dealing = Callable[[Sequence[int]], Packs]
 """Function that assigns documents, as ``Strategy.dealing`` returns it."""
 FEW = 32
 """Number of documents up to which ``deal`` is called directly, because that takes no longer than asking the worker. For
@@ -32,7 +32,7 @@ class Dealer:
         self._worker: Worker | None = None
         self._starts = True
 
-    def __call__(self, lengths: Sequence[int], dealing: Dealing) -> Bins:
+    def __call__(self, lengths: Sequence[int], dealing: Dealing) -> Packs:
         """Return the assignment of documents with ``lengths``, computed in the worker process; waits for it.
 
         If the documents are few, or the worker fails, ``dealing`` runs in the calling thread.
@@ -47,7 +47,7 @@ class Dealer:
         is_quick = len(lengths) <= FEW and isinstance(dealing, partial) and dealing.func is deal
         return (None if is_quick else self._asked(list(lengths), dealing)) or dealing(lengths)
 
-    def _asked(self, lengths: list[int], dealing: Dealing) -> Bins | None:
+    def _asked(self, lengths: list[int], dealing: Dealing) -> Packs | None:
         """Return the worker's assignment; None if there is no worker, or if it cannot assign them.
 
         The worker is started at the first call. After a failure it is not started again, and a warning is logged."""
@@ -77,7 +77,7 @@ class Dealer:
             self._worker = None
 
 
-def deal_or_none(lengths: Sequence[int], dealing: Dealing) -> Bins | None:
+def deal_or_none(lengths: Sequence[int], dealing: Dealing) -> Packs | None:
     """Return ``dealing(lengths)``, or None if the documents cannot be assigned; runs in the worker process.
 
     The run then computes the assignment again, and raises the error."""

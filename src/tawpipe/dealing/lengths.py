@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tawpipe.dealing.balance import USUAL_BIN, Bins, LayerTime, deal
+from tawpipe.dealing.balance import USUAL_PACK, LayerTime, Packs, deal
 from tawpipe.dealing.unbalanced import in_turn
 
 DEVICES = 8
@@ -112,7 +112,7 @@ class Dealing:
 
     def on_devices(self, number: int, longest: int) -> Dealing:
         """Return a copy for ``number`` devices, each of which computes whole documents of up to ``longest``."""
-        return replace(self, world_size=number, cap=int(longest * USUAL_BIN), ranks=1)
+        return replace(self, world_size=number, cap=int(longest * USUAL_PACK), ranks=1)
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class Balance:
         while steps < STEPS and first < DOCUMENTS:
             lengths = step(first, dealing.tokens)
             rows = in_turn(lengths, dealing.world_size, longest, work)
-            bins = deal(lengths, world_size=dealing.world_size, cap=dealing.cap, work=work, ranks=dealing.ranks)
-            sums += *_times(rows), bins.seconds, bins.mean_seconds
+            packs = deal(lengths, world_size=dealing.world_size, cap=dealing.cap, work=work, ranks=dealing.ranks)
+            sums += *_times(rows), packs.seconds, packs.mean_seconds
             first, steps = first + len(lengths), steps + 1
         return cls(float(sums[0] / sums[1]), float(sums[2] / sums[3]), steps, dealing.world_size)
 
@@ -188,7 +188,7 @@ def padding_share(length: Callable[[int], int], dealing: Dealing) -> float:
     return 1 - tokens / computed
 
 
-def _times(rows: Bins) -> tuple[float, float]:
+def _times(rows: Packs) -> tuple[float, float]:
     """Return (time of the busiest rank, mean time of all ranks), both summed over rounds.
 
     Only rounds in which every rank has a row count, if there are any; else only the first."""

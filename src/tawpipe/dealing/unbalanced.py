@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from tawpipe.dealing.balance import Bin, Bins, LayerTime
+from tawpipe.dealing.balance import LayerTime, Pack, Packs
 
 
-def in_rows(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Bins:
+def in_rows(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Packs:
     """Concatenate the documents, cut them into rows of ``row`` tokens, and assign the rows to ranks in turn.
 
     In the result, each part of a document in a row counts as a document."""
@@ -25,7 +25,7 @@ def in_rows(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) 
     return _rounds(rows, pieces, world_size, work)
 
 
-def in_turn(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Bins:
+def in_turn(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) -> Packs:
     """Pack whole documents into rows of ``row`` tokens by best fit, and assign the rows to ranks in turn."""
     rows, free = list[list[int]](), list[tuple[int, int]]()
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -38,8 +38,8 @@ def in_turn(lengths: Sequence[int], world_size: int, row: int, work: LayerTime) 
     return _rounds(sorted(rows, key=min), lengths, world_size, work)
 
 
-def _rounds(rows: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int, work: LayerTime) -> Bins:
-    """Return rows as ``Bins``, with ``world_size`` rows in each round; the last round is filled up with empty ones."""
-    bins = [Bin(tuple(row)) for row in rows] + [Bin(())] * (-len(rows) % world_size)
-    rounds = tuple(tuple(bins[at : at + world_size]) for at in range(0, len(bins), world_size))
-    return Bins((), rounds, 1, tuple(lengths), work)
+def _rounds(rows: Sequence[Sequence[int]], lengths: Sequence[int], world_size: int, work: LayerTime) -> Packs:
+    """Return rows as ``Packs``, with ``world_size`` rows in each round; the last round is filled up with empty ones."""
+    packs = [Pack(tuple(row)) for row in rows] + [Pack(())] * (-len(rows) % world_size)
+    rounds = tuple(tuple(packs[at : at + world_size]) for at in range(0, len(packs), world_size))
+    return Packs((), rounds, 1, tuple(lengths), work)

@@ -95,8 +95,8 @@ def _turns(slices: Sequence[int], load: LaneLoad) -> Iterator[list[range]]:
         load: times and sizes of all micro-batches.
     """
     cut = [range(end - size, end) for end, size in zip(accumulate(slices), slices, strict=True)]
-    bins = [range(m, m + 1) for m in range(sum(slices), len(load.times))]
-    whole, empty = ([part for part in bins if bool(load.sizes[part[0]]) == full] for full in (True, False))
+    packs = [range(m, m + 1) for m in range(sum(slices), len(load.times))]
+    whole, empty = ([part for part in packs if bool(load.sizes[part[0]]) == full] for full in (True, False))
     for first in range(0, len(whole) + 1, 1 + len(whole) // FIRST):
         for documents in (cut, cut[::-1]) if len(cut) > 1 else (cut,):
             rest = iter(whole[first:])

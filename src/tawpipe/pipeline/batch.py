@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tawpipe.dealing.balance import Bin, Bins, BinsForm
+from tawpipe.dealing.balance import Pack, Packs, PacksForm
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.discovery.discovery import PositionUse
@@ -44,12 +44,12 @@ class LocalBatch:
     """Part of a global batch that this rank computes, in the order of ``Pipeline.shares``.
 
     Args:
-        rows: number of rows of the whole global batch; with ``bins`` the number of packed micro-batches.
-        sequence_length: tokens of a row; with ``bins`` the most tokens that a packed micro-batch may have.
+        rows: number of rows of the whole global batch; with ``packs`` the number of packed micro-batches.
+        sequence_length: tokens of a row; with ``packs`` the most tokens that a packed micro-batch may have.
         micro_batches: micro-batches of this rank, in the order of its shares; may be empty.
         digest: checksum of the global batch, which must be equal on all ranks; None if this rank knows only its own
             part.
-        bins: assignment of documents of uneven lengths to ranks; each packed micro-batch is one row. None for plain
+        packs: assignment of documents of uneven lengths to ranks; each packed micro-batch is one row. None for plain
             rows.
     """
 
@@ -57,7 +57,7 @@ class LocalBatch:
     sequence_length: int
     micro_batches: Sequence[MicroBatch]
     digest: int | None = None
-    bins: Bins | None = field(default=None, repr=False)
+    packs: Packs | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Deal:
         in_turn: reason why documents of a row are computed one after another; ``""`` if they are computed together.
         share: returns the micro-batch indices of every rank for a number of micro-batches; None for
             ``share_micro_batches``.
-        dealt_to: index, in ``Bins``, of the rank or pipeline whose packed micro-batches this rank computes.
+        dealt_to: index, in ``Packs``, of the rank or pipeline whose packed micro-batches this rank computes.
         pinned: copy micro-batches to page-locked memory. Copies from other memory to a GPU would block the thread that
             issues actions.
     """
@@ -98,13 +98,13 @@ class Deal:
         """Return the number of micro-batches of a global batch of ``rows`` rows."""
         return -(-rows // self.micro_batch)
 
-    def form(self, local: LocalBatch) -> int | BinsForm:
-        """Return the key of the schedule for ``local``: its number of micro-batches, or ``Bins.form`` for documents."""
-        return local.bins.form if local.bins else self.count(local.rows)
+    def form(self, local: LocalBatch) -> int | PacksForm:
+        """Return the key of the schedule for ``local``: its number of micro-batches, or ``Packs.form`` for documents."""
+        return local.packs.form if local.packs else self.count(local.rows)
 
     def tokens(self, local: LocalBatch) -> int:
         """Return the most tokens that one micro-batch of ``local`` may have."""
-        return local.sequence_length * (1 if local.bins else min(self.micro_batch, local.rows))
+        return local.sequence_length * (1 if local.packs else min(self.micro_batch, local.rows))
 
     def busiest(self, local: LocalBatch) -> tuple[Sequence[int], float]:
         """Return lengths of rows in tokens, and the part of the work on these rows that the busiest rank does.
@@ -112,8 +112,8 @@ class Deal:
         For documents the rows are all documents of the step. For plain rows they are the rows of the busiest rank's
         rounds, and the part is 1 / ``ranks``.
         """
-        if (bins := local.bins) is not None:
-            return bins.lengths, bins.seconds / bins.mean_seconds / self.world_size
+        if (packs := local.packs) is not None:
+            return packs.lengths, packs.seconds / packs.mean_seconds / self.world_size
         rounds = ceil(self.count(local.rows) * self.ranks / self.world_size)
         return [local.sequence_length] * min(local.rows, self.micro_batch * rounds), 1 / self.ranks
 
@@ -237,8 +237,8 @@ class Deal:
             local: the part of this rank.
             numbers: indices of its micro-batches in the schedule, in order.
         """
-        dealt = zip(numbers, local.bins.of(self.dealt_to) if local.bins else (), strict=False)
-        parts = [(m, bin.documents[0], *bin.part) for m, bin in dealt if bin.part is not None]
+        dealt = zip(numbers, local.packs.of(self.dealt_to) if local.packs else (), strict=False)
+        parts = [(m, pack.documents[0], *pack.part) for m, pack in dealt if pack.part is not None]
         of_document: dict[int, tuple[int, ...]] = {}
         for m, document, *_ in parts:
             of_document[document] = (*of_document.get(document, ()), m)
@@ -249,38 +249,38 @@ class Deal:
         parts = [MicroBatch.padded([row(number) for number in share.rows]) for share in self.shares(rows)]
         return LocalBatch(rows, sequence_length, self._pinned(parts))
 
-    def local_of_bins(self, bins: Bins, document: Callable[[int], MicroBatch], *, bin_tokens: int) -> LocalBatch:
-        """Build this rank's part of the documents assigned by ``bins``; see ``Pipeline.part_of_documents``."""
-        digest = zlib.crc32(repr((bins.lengths, bins.shared, bins.single)).encode())
-        count = sum(map(len, (*bins.shared, *bins.single)))
-        parts = self._pinned(rows_of(bins, self.dealt_to, document))
-        return LocalBatch(count, bin_tokens * bins.ranks, parts, digest, bins)
+    def local_of_packs(self, packs: Packs, document: Callable[[int], MicroBatch], *, pack_tokens: int) -> LocalBatch:
+        """Build this rank's part of the documents assigned by ``packs``; see ``Pipeline.part_of_documents``."""
+        digest = zlib.crc32(repr((packs.lengths, packs.shared, packs.single)).encode())
+        count = sum(map(len, (*packs.shared, *packs.single)))
+        parts = self._pinned(rows_of(packs, self.dealt_to, document))
+        return LocalBatch(count, pack_tokens * packs.ranks, parts, digest, packs)
 
     def _pinned(self, parts: list[MicroBatch]) -> list[MicroBatch]:
         return [part.pin_memory() for part in parts] if self.pinned else parts
 
 
-def rows_of(bins: Bins, number: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
+def rows_of(packs: Packs, number: int, document: Callable[[int], MicroBatch]) -> list[MicroBatch]:
     """Build one row per packed micro-batch of one rank or pipeline, in the order of its rounds.
 
     Documents of a packed micro-batch are concatenated. A slice of a document holds the whole document. An empty packed
     micro-batch holds one token without a label.
 
     Args:
-        bins: assignment of documents.
-        number: index of the rank or pipeline in ``bins``.
+        packs: assignment of documents.
+        number: index of the rank or pipeline in ``packs``.
         document: returns a document by its index, as a micro-batch of one row.
 
     Raises:
-        UserError: a document has another length than ``bins.lengths`` says.
+        UserError: a document has another length than ``packs.lengths`` says.
     """
 
-    def row(dealt: Bin) -> MicroBatch:
+    def row(dealt: Pack) -> MicroBatch:
         joined = MicroBatch.in_a_row([document(number) for number in dealt.documents] or [NOTHING])
-        expected = sum(bins.lengths[number] for number in dealt.documents) or 1
+        expected = sum(packs.lengths[number] for number in dealt.documents) or 1
         if (tokens := joined.input_ids.numel()) != expected:
             value = f"{tokens} tokens in documents {', '.join(map(str, dealt.documents[:5]))}"
             raise UserError("documents", value, f"{expected}, as their lengths say")
         return joined
 
-    return [row(dealt) for dealt in bins.of(number)]
+    return [row(dealt) for dealt in packs.of(number)]

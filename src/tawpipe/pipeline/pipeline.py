@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tawpipe.checkpoint.load import Source
 from tawpipe.checkpoint.save import Saved, Saving
 from tawpipe.checkpoint.store import Store
-from tawpipe.dealing.balance import Bin, Bins
+from tawpipe.dealing.balance import Pack, Packs
 from tawpipe.doors import Door
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.attention.indexers import freeze_indexers, frozen_words
@@ -302,7 +302,7 @@ class Pipeline:
         """
         return self._deal.local_of_rows(rows, sequence_length, row)
 
-    def deal(self, lengths: Sequence[int]) -> Bins:
+    def deal(self, lengths: Sequence[int]) -> Packs:
         """Assign documents with ``lengths`` tokens each to all processes, so that all compute for equally long.
 
         Raises:
@@ -311,26 +311,26 @@ class Pipeline:
         return self.dealing(lengths)
 
     @property
-    def dealing(self) -> Callable[[Sequence[int]], Bins]:
+    def dealing(self) -> Callable[[Sequence[int]], Packs]:
         """Function that ``deal`` calls; it can be pickled for another process.
 
         Raises:
             UserError: ``bin_tokens`` is not set.
         """
-        bin_tokens, step = self.training.bin_tokens, self._schedules.smallest
-        if bin_tokens < 1:
-            raise UserError("bin_tokens", bin_tokens, "the most tokens that a process computes at once")
-        return step.strategy.dealing(step, cap=bin_tokens, work=self.work, cuts=self._cuts)
+        pack_tokens, step = self.training.bin_tokens, self._schedules.smallest
+        if pack_tokens < 1:
+            raise UserError("bin_tokens", pack_tokens, "the most tokens that a process computes at once")
+        return step.strategy.dealing(step, cap=pack_tokens, work=self.work, cuts=self._cuts)
 
-    def own_bins(self, bins: Bins) -> Sequence[Bin]:
+    def own_packs(self, packs: Packs) -> Sequence[Pack]:
         """Return the packed micro-batches of this process; all processes of one pipeline have equal ones."""
-        return bins.of(self._deal.dealt_to)
+        return packs.of(self._deal.dealt_to)
 
     def part_of_documents(
         self,
         lengths: Sequence[int],
         document: Callable[[int], MicroBatch],
-        bins: Bins | None = None,
+        packs: Packs | None = None,
         *,
         training: bool = True,
     ) -> LocalBatch:
@@ -341,15 +341,15 @@ class Pipeline:
         Args:
             lengths: tokens of every document of the step; equal on all processes.
             document: returns a document by its index, as a micro-batch of one row.
-            bins: result of ``deal(lengths)``, if it is known already.
+            packs: result of ``deal(lengths)``, if it is known already.
             training: False for an evaluation.
 
         Raises:
             UserError: ``deal`` refuses the lengths, or a document has another length than ``lengths`` says.
         """
-        bins = bins or self.deal(lengths)
-        _ = self._schedules.of(bins.form, training=training)
-        return self._deal.local_of_bins(bins, document, bin_tokens=self.training.bin_tokens)
+        packs = packs or self.deal(lengths)
+        _ = self._schedules.of(packs.form, training=training)
+        return self._deal.local_of_packs(packs, document, pack_tokens=self.training.bin_tokens)
 
     @torch.inference_mode(False)  # tensors made in a step are used by later ones
     def step(
@@ -625,9 +625,9 @@ class Pipeline:
         """Return predicted memory and network bytes of one step on ``rows`` rows of ``sequence_length`` tokens."""
         return self._steps.costs(self.schedule(rows), min(self.micro_batch, rows) * sequence_length)
 
-    def costs_of_bins(self, bins: Bins) -> Costs:
-        """Return predicted memory and network bytes of one step on ``bins`` with full packed micro-batches."""
-        return self._steps.costs(self._steps.schedule(bins.form), self.training.bin_tokens * bins.ranks)
+    def costs_of_packs(self, packs: Packs) -> Costs:
+        """Return predicted memory and network bytes of one step on ``packs`` with full packed micro-batches."""
+        return self._steps.costs(self._steps.schedule(packs.form), self.training.bin_tokens * packs.ranks)
 
     def check_copies(self) -> None:
         """Check that copies of weights on several processes are equal; call on all ranks.

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from tawpipe.dealing.balance import BinsForm
+from tawpipe.dealing.balance import PacksForm
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width
@@ -20,7 +20,7 @@ from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
-from tawpipe.schedule.strategies.build import build, shares_of, step_of, step_of_bins
+from tawpipe.schedule.strategies.build import build, shares_of, step_of, step_of_packs
 from tawpipe.schedule.strategies.table import strategy_of
 from tawpipe.schedule.transform import for_one_thread
 
@@ -50,7 +50,7 @@ class Schedules:
         self._strategy, self.settings = strategy_of(schedule)
         self._model, self._world = model, world
         self._lock = threading.Lock()
-        self._kept: dict[tuple[int | BinsForm, bool], Schedule] = {}
+        self._kept: dict[tuple[int | PacksForm, bool], Schedule] = {}
         self._replaced: list[Schedule | None] = []
         """Schedules replaced by ``reorder``, kept because running steps may still identify them by ``id``."""
         count = world.size
@@ -77,7 +77,7 @@ class Schedules:
         """Return a training and a forward-only schedule that use every process group and operation of all schedules."""
         return [self._ready or build(self.smallest), build(self.smallest, training=False)]
 
-    def of_bins(self, form: BinsForm) -> StepSpec:
+    def of_packs(self, form: PacksForm) -> StepSpec:
         """Return the specification of a step on packed micro-batches of the form ``form`` (``Bins.form``).
 
         Raises:
@@ -86,9 +86,9 @@ class Schedules:
         if self._ready is not None:
             expected = "settings or a strategy where documents are dealt: their steps are not all of one shape"
             raise UserError("schedule", "a ready one", expected)
-        return step_of_bins(self._model, self._world.topology, self.settings, form, strategy=self._strategy)
+        return step_of_packs(self._model, self._world.topology, self.settings, form, strategy=self._strategy)
 
-    def of(self, count: int | BinsForm, *, training: bool) -> Schedule:
+    def of(self, count: int | PacksForm, *, training: bool) -> Schedule:
         """Return the schedule for ``count`` micro-batches, or for a ``Bins.form``; thread-safe.
 
         The first call for a form builds the schedule, proves it (up to ``VERIFIED_ACTIONS`` actions) and keeps it.
@@ -104,7 +104,7 @@ class Schedules:
                     verify(schedule, steps=2 if training else 1, one_thread=True)
                 elif self._world.rank == 0:
                     logger.warning("a schedule of more than %d actions is not proved before it runs", VERIFIED_ACTIONS)
-                cut = [kept for kept in self._kept if isinstance(kept[0], BinsForm) and kept[0].slices]
+                cut = [kept for kept in self._kept if isinstance(kept[0], PacksForm) and kept[0].slices]
                 if len(cut) >= CUT_KEPT:
                     del self._kept[cut[0]]
                 self._kept[count, training] = schedule
@@ -128,14 +128,14 @@ class Schedules:
             self._replaced.append(self._kept.get((count, True)))
             self._kept[count, True] = schedule
 
-    def _build(self, count: int | BinsForm, *, training: bool) -> Schedule:
+    def _build(self, count: int | PacksForm, *, training: bool) -> Schedule:
         """Build the schedule for ``count``; for training on rows, return the ready schedule if one was given.
 
         Raises:
             UserError: a ready schedule was given, and it is for another number of micro-batches.
         """
         if isinstance(count, tuple):
-            return build(self.of_bins(count), training=training)
+            return build(self.of_packs(count), training=training)
         if self._ready is None or not training:
             return build(self.step(count), training=training)
         if len(self._ready.micro_batches) != count:

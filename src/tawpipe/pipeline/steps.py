@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from tawpipe.dealing.balance import BinsForm, layers_that_keep
+from tawpipe.dealing.balance import PacksForm, layers_that_keep
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.flops import chain_flops, windows
@@ -78,7 +78,7 @@ class Steps:
 
     # issuing
 
-    def schedule(self, count: int | BinsForm, *, training: bool = True) -> Schedule:
+    def schedule(self, count: int | PacksForm, *, training: bool = True) -> Schedule:
         """Return the schedule for ``count`` micro-batches, or for a ``Bins.form``, and allocate its buffers.
 
         Args:
@@ -152,7 +152,7 @@ class Steps:
             kept=self.layers_kept(schedule, micro_batches) if training else {},
         )
         if schedule.step.settings.offloaded_layers:
-            tokens = wiring.training.bin_tokens if local.bins else 0
+            tokens = wiring.training.bin_tokens if local.packs else 0
             make_places(wiring.compute, schedule.programs[rank], step_input, wiring.storage.compute_dtype, tokens)
         result = wiring.executor.play(schedule, step_input, replace(rule, chosen=chosen), recording=recording)
         if training:

@@ -228,7 +228,7 @@ def consecutive(each: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(starts) for _ in range(ranks))
 
 
-def share_bins(shared_rounds: int, rounds: int, world_size: int, ranks: int = 1) -> tuple[tuple[int, ...], ...]:
+def share_packs(shared_rounds: int, rounds: int, world_size: int, ranks: int = 1) -> tuple[tuple[int, ...], ...]:
     """Return for every rank the indices of its packed micro-batches in a step, one for every round.
 
     Packed micro-batches of context-parallel groups have the lowest numbers (below ``shared_rounds * world_size /
@@ -240,7 +240,7 @@ def share_bins(shared_rounds: int, rounds: int, world_size: int, ranks: int = 1)
         world_size: number of ranks.
         ranks: number of ranks in a context-parallel group.
 
-    >>> share_bins(1, 1, 4, 2), share_bins(0, 2, 2)
+    >>> share_packs(1, 1, 4, 2), share_packs(0, 2, 2)
     (((0, 2), (0, 3), (1, 4), (1, 5)), ((0, 1), (2, 3)))
     """
     of_sets = shared_rounds * (world_size // ranks)

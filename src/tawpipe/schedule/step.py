@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
-from tawpipe.dealing.balance import Bins, LayerTime, deal
+from tawpipe.dealing.balance import LayerTime, Packs, deal
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, home_weight
@@ -55,7 +55,7 @@ class StepSpec:
         losses: for every rank the micro-batches whose loss it computes. None if these are all its micro-batches.
         slices: for every document that is cut, the micro-batches that are its slices, in order. They have consecutive
             numbers, and are the first micro-batches of a pipeline.
-        orders: order of every pipeline as text, see ``Bins.orders``.
+        orders: order of every pipeline as text, see ``Packs.orders``.
     """
 
     strategy: Strategy
@@ -375,7 +375,7 @@ class Strategy(ABC):
 
     def dealing(
         self, step: StepSpec, *, cap: int, work: LayerTime, cuts: float | None = None
-    ) -> Callable[[Sequence[int]], Bins]:
+    ) -> Callable[[Sequence[int]], Packs]:
         """Return a function that assigns documents of given lengths (tokens) to ranks, see ``balance.deal``.
 
         The function can be pickled for another process.

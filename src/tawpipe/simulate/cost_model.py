@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tawpipe.dealing.balance import Bins, pairs_within
+from tawpipe.dealing.balance import Packs, pairs_within
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import OUTSIDE, Kind
-from tawpipe.schedule.spec import EXACT_WIDTH, share_bins
+from tawpipe.schedule.spec import EXACT_WIDTH, share_packs
 
 KEYS_SHARE = 0.04
 """Share of a layer's linear forward work that precedes attention: 3 % where keys and values are a quarter of the heads,
@@ -320,15 +320,15 @@ class CostModel:
         """Attention windows of the layers, ascending."""
         return tuple(sorted({block.window for block in self.blocks if block.window}))
 
-    def with_bins(self, bins: Bins) -> CostModel:
-        """Return a copy in which micro-batches have the sizes of the packed micro-batches in ``bins``.
+    def with_packs(self, packs: Packs) -> CostModel:
+        """Return a copy in which micro-batches have the sizes of the packed micro-batches in ``packs``.
 
-        Numbers of micro-batches are those of ``share_bins``."""
+        Numbers of micro-batches are those of ``share_packs``."""
         sizes: dict[int, MicroBatchSize] = {}
-        for rank, numbers in enumerate(share_bins(*bins.shape, bins.world_size, bins.ranks)):
-            for number, row in zip(numbers, bins.of(rank), strict=True):
+        for rank, numbers in enumerate(share_packs(*packs.shape, packs.world_size, packs.ranks)):
+            for number, row in zip(numbers, packs.of(rank), strict=True):
                 if number not in sizes:
-                    sizes[number] = size_of([bins.lengths[document] for document in row.documents], self.windows)
+                    sizes[number] = size_of([packs.lengths[document] for document in row.documents], self.windows)
                     if row.part is not None:
                         sizes[number] = slice_of(*row.part, self.windows)
         return replace(self, sizes=sizes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tawpipe.data.prepare import PreparedData
 from tawpipe.data.rows import PackedDataset, RowSource
-from tawpipe.dealing.balance import Bins
+from tawpipe.dealing.balance import Packs
 from tawpipe.dealing.dealer import Dealer
 from tawpipe.dealing.lengths import in_like_lengths
 from tawpipe.model.batch import MicroBatch
@@ -47,7 +47,7 @@ class Batches:
         self.shape, self.pipeline, self.data = shape, pipeline, data
         self._model, self._evaluated = model, evaluated
         self._dealer = Dealer() if shape.dealt else None
-        self._validation: list[tuple[list[int], Callable[[int], MicroBatch], Bins]] = []
+        self._validation: list[tuple[list[int], Callable[[int], MicroBatch], Packs]] = []
 
     def train(self, samples: int, steps: int) -> Iterator[StepBatch]:
         """Yield the batches of the next steps.
@@ -118,18 +118,18 @@ class Batches:
         return StepBatch(batch, rows, computed)
 
     def _of_documents(
-        self, lengths: Sequence[int], read: Callable[[int], MicroBatch], bins: Bins, *, training: bool = True
+        self, lengths: Sequence[int], read: Callable[[int], MicroBatch], packs: Packs, *, training: bool = True
     ) -> StepBatch:
-        """Return the batch of documents that ``bins`` assigns to the ranks.
+        """Return the batch of documents that ``packs`` assigns to the ranks.
 
         Args:
             lengths: tokens of each document.
             read: returns a document by its index.
         """
-        batch = self.pipeline.part_of_documents(lengths, read, bins, training=training)
+        batch = self.pipeline.part_of_documents(lengths, read, packs, training=training)
         return StepBatch(batch, len(lengths), sum(lengths))
 
-    def _dealt(self, lengths: Sequence[int]) -> Bins:
+    def _dealt(self, lengths: Sequence[int]) -> Packs:
         """Assign documents of these lengths to packed micro-batches of the ranks.
 
         Raises:

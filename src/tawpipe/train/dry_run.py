@@ -24,7 +24,7 @@ from tawpipe.checkpoint.names import passed_over, state_to_resume, step_of
 from tawpipe.checkpoint.resume import Mark, ResumePoint, RunState
 from tawpipe.console import Console
 from tawpipe.data.reading.sources import find_sets
-from tawpipe.dealing.balance import Bins
+from tawpipe.dealing.balance import Packs
 from tawpipe.job_limits import processors
 from tawpipe.launch.launcher import Shape
 from tawpipe.model.files.pretrained import SafetensorsSource
@@ -120,8 +120,8 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
     refuse_strategy(chain, schedules.smallest, optimizer=optimizer, compile_layers=config.compile)
     tell_without_effect(prepared.config.schedule, world, console)
 
-    bins = _dealt(prepared, schedules.smallest) if prepared.batch.dealt else None
-    count = -(-prepared.batch.rows // prepared.batch.micro_batch) if bins is None else bins.form
+    packs = _dealt(prepared, schedules.smallest) if prepared.batch.dealt else None
+    count = -(-prepared.batch.rows // prepared.batch.micro_batch) if packs is None else packs.form
     costs = step_costs(
         chain,
         schedules.of(count, training=True),
@@ -131,7 +131,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
         kept_per_token={},
         nodes=world.nodes,
     )
-    rows = rows_of_run(prepared, costs, bins, world)
+    rows = rows_of_run(prepared, costs, packs, world)
     weights = prepared.built.origin(seed=config.seed)
     if state is not None:
         weights = f"resumed from {prepared.start.place}, step {state.step}"
@@ -203,7 +203,7 @@ def _checkpoint(config: TrainConfig) -> ResumePoint:
     return ResumePoint(None, None, "", Mark(), without)
 
 
-def _dealt(prepared: Prepared, step: StepSpec) -> Bins:
+def _dealt(prepared: Prepared, step: StepSpec) -> Packs:
     """Return the assignment of the next step's documents to the ranks, under ``balanced``.
 
     Args:

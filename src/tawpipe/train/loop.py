@@ -311,15 +311,15 @@ class Training:
             values |= {name: share for name, sent in coded.items() if (share := sent.share()) is not None}
 
             # Balance of the documents between ranks.
-            bins, count = done.step_batch.batch.bins, len(done.step_batch.batch.micro_batches)
-            if bins is not None:
-                values |= {"documents": done.step_batch.samples, "rounds": sum(bins.shape)}
-                values["imbalance"] = bins.seconds / bins.mean_seconds
-            work = count if bins is None else sum(map(bins.time, self.pipeline.own_bins(bins)))
+            packs, count = done.step_batch.batch.packs, len(done.step_batch.batch.micro_batches)
+            if packs is not None:
+                values |= {"documents": done.step_batch.samples, "rounds": sum(packs.shape)}
+                values["imbalance"] = packs.seconds / packs.mean_seconds
+            work = count if packs is None else sum(map(packs.time, self.pipeline.own_packs(packs)))
             self._own_work += work * self._share
-            if done.step % self.config.log.every == 0 and (self.config.log.straggler or bins is not None):
+            if done.step % self.config.log.every == 0 and (self.config.log.straggler or packs is not None):
                 imbalance = self._look_for_stragglers(done.step)
-                if bins is not None:
+                if packs is not None:
                     values["compute_imbalance"] = imbalance
 
             # Evaluate, then write and print.
@@ -459,11 +459,11 @@ class Training:
         """
         if self._machine is None or self.world.nodes.num_nodes == 1:
             return None
-        bins = step_batch.batch.bins
-        shape = () if bins is None else bins.shape
+        packs = step_batch.batch.packs
+        shape = () if packs is None else packs.shape
         if shape not in self._link_s:
             pipeline, batch = self.pipeline, self._batches.shape
-            costs = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
+            costs = pipeline.costs(batch.rows, batch.row_tokens) if packs is None else pipeline.costs_of_packs(packs)
             self._link_s[shape] = self._machine.link_s(costs.link_sent_bytes, costs.link_received_bytes)
         return self._link_s[shape]
 
@@ -477,8 +477,8 @@ class Training:
             the MFU; None if the FLOPs of the model are not known.
         """
         batch = done.step_batch.batch
-        if batch.bins is not None:
-            lengths, ranks = list(batch.bins.lengths), self.world.size
+        if batch.packs is not None:
+            lengths, ranks = list(batch.packs.lengths), self.world.size
         else:
             lengths = [length for micro_batch in batch.micro_batches for length in micro_batch.lengths]
             ranks = self.pipeline.ranks_of_a_row

@@ -365,7 +365,7 @@ def _all_of(machine: Machine, request: PlanRequest) -> PlanRequest:
     )
 
 
-def _for_bins(way: WayOut, batch: BatchShape) -> WayOut:
+def _for_packs(way: WayOut, batch: BatchShape) -> WayOut:
     """Return ``way`` with changes of row settings replaced by changes of the settings that ``balanced`` uses.
 
     Shorter rows become smaller packed micro-batches, and shorter documents if necessary. Fewer rows become fewer tokens
@@ -405,7 +405,7 @@ def _refuse(
     lacks = shortage(whole, memory_quickly(whole, step)) or "another process has too little"
     ways = list(remedies(request, step)) or list(others(request).ways())
     seconds = span(predict(request, step).step_seconds)
-    fits = "; ".join(dict.fromkeys(str(_for_bins(way, batch)) for way in ways))
+    fits = "; ".join(dict.fromkeys(str(_for_packs(way, batch)) for way in ways))
     fits = fits or "no setting that was tried fits: more devices, or a smaller model"
     raise UserError(
         "memory", f"a run that needs {lacks}", (f"settings that fit ({seconds} per step without them): {fits}")

@@ -18,7 +18,7 @@ from tawpipe.checkpoint.store import memory_root
 from tawpipe.console import Console
 from tawpipe.data.prepared import PreparedData
 from tawpipe.data.tokenizer import vocabulary_size
-from tawpipe.dealing.balance import Bins
+from tawpipe.dealing.balance import Packs
 from tawpipe.errors import REPORT
 from tawpipe.model.attention.attention_kernel import activate_flash, kernel_of_model
 from tawpipe.model.chain import Chain
@@ -371,20 +371,20 @@ def _carried(run: BuiltRun) -> tuple[Carried, str]:
     return carried, run.form.words(run.chain, run.model.folder, run.data.ends)
 
 
-def rows_of_run(prepared: Prepared, costs: Costs, bins: Bins | None, world: World) -> list[tuple[str, str]]:
+def rows_of_run(prepared: Prepared, costs: Costs, packs: Packs | None, world: World) -> list[tuple[str, str]]:
     """Return console rows (title, text) that describe the run and its cost, before the first step.
 
     Args:
         prepared: the run.
         costs: predicted cost of the next step, from its schedule.
-        bins: assignment of the next step's documents under ``balanced``, else None.
+        packs: assignment of the next step's documents under ``balanced``, else None.
     """
     config = prepared.config
     trained = f", {costs.trainable / 1e6:.2f} M of them trained" if costs.trainable < costs.parameters else ""
     size = f"{costs.parameters / 1e6:.1f} M parameters{trained}"
     rows = [
         ("model", f"{config.model}: {size}, {str(prepared.dtype).removeprefix('torch.')} ({prepared.why_dtype})"),
-        ("batch", batch_words(prepared.batch, bins, prepared.data.report.balance)),
+        ("batch", batch_words(prepared.batch, packs, prepared.data.report.balance)),
         ("attention", prepared.kernel(world.device)),
     ]
     share = prepared.request.profile.mixers if prepared.request else 0.0

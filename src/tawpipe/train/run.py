@@ -378,11 +378,11 @@ def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) 
 
 def _rows_of_next(prepared: Prepared, pipeline: Pipeline) -> Rows:
     """Return console rows that describe the run and the cost of its next step."""
-    batch, data, bins = prepared.batch, prepared.data, None
+    batch, data, packs = prepared.batch, prepared.data, None
     if batch.dealt:
-        bins = pipeline.deal(data.train.step(prepared.samples, batch.step_tokens).lengths)
-    costs = pipeline.costs(batch.rows, batch.row_tokens) if bins is None else pipeline.costs_of_bins(bins)
-    (label, model), *rows = rows_of_run(prepared, costs, bins, pipeline.world)
+        packs = pipeline.deal(data.train.step(prepared.samples, batch.step_tokens).lengths)
+    costs = pipeline.costs(batch.rows, batch.row_tokens) if packs is None else pipeline.costs_of_packs(packs)
+    (label, model), *rows = rows_of_run(prepared, costs, packs, pipeline.world)
     if prepared.start.state is None:
         model += f", weights: {prepared.built.origin(seed=prepared.config.seed)}"
     return [(label, model), *rows]

@@ -248,13 +248,13 @@ def _dealing(config: TrainConfig, settled: TrainConfig, model: RunModel, world_s
         against = "--compile would compile rows of every length"
     elif config.plan not in ("none", "auto"):
         against = "--plan names a plan for rows of one length"
-    bins = BatchShape.of(settled, "balanced", world_size)
+    balanced = BatchShape.of(settled, "balanced", world_size)
     return Dealing(
-        bins.step_tokens,
+        balanced.step_tokens,
         world_size,
-        bins.bin_tokens,
+        balanced.bin_tokens,
         lambda vocabulary: work_of(model.followed(vocabulary)[1]),
-        ranks=bins.ranks,
+        ranks=balanced.ranks,
         pretrained=model.pretrained,
         asked=config.asks_for_balance,
         rows=settled.global_batch,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from tawpipe.console import progress, span
-from tawpipe.dealing.balance import Bins, deal
+from tawpipe.dealing.balance import Packs, deal
 from tawpipe.dealing.unbalanced import in_rows, in_turn
 from tawpipe.errors import UserError
 from tawpipe.plan.answer.lengths import Lengths
@@ -29,7 +29,7 @@ from tawpipe.plan.search.search import search
 from tawpipe.schedule.pipelines.dealing import LONG
 from tawpipe.schedule.sharing import speeds_of
 from tawpipe.schedule.step import StepSpec
-from tawpipe.schedule.strategies.build import build, step_of_bins
+from tawpipe.schedule.strategies.build import build, step_of_packs
 from tawpipe.simulate import Timeline, play
 
 STEPS = 5
@@ -45,14 +45,14 @@ class DealTried:
 
     Args:
         name: ``ROWS``, ``IN_TURN`` or ``BALANCED``.
-        bins: the packed micro-batches.
+        packs: the packed micro-batches.
         seconds: simulated seconds of the step.
         exposed_s: seconds of the step during which a device waits for transfers.
         timeline: the simulated step with all ranks and rounds; None if not all were simulated.
     """
 
     name: str
-    bins: Bins
+    packs: Packs
     seconds: float
     exposed_s: float
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
@@ -60,17 +60,17 @@ class DealTried:
     @property
     def over_mean(self) -> float:
         """Modelled time of the step, relative to the mean of all ranks: 1 if all compute equally long."""
-        return self.bins.seconds / self.bins.mean_seconds
+        return self.packs.seconds / self.packs.mean_seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all devices together."""
-        return sum(self.bins.lengths) / self.seconds
+        return sum(self.packs.lengths) / self.seconds
 
     @property
     def words(self) -> str:
         """Name of the assignment, for tables."""
-        return self.name + (f", long ones over {self.bins.ranks} devices" if self.bins.ranks > 1 else "")
+        return self.name + (f", long ones over {self.packs.ranks} devices" if self.packs.ranks > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class DealReport:
     lengths: Lengths
     tokens: int
     max_document: int
-    drawn: tuple[Bins, ...]
+    drawn: tuple[Packs, ...]
     candidates: tuple[Candidate, ...]
     strategies: dict[str, DealTried]
     deals: tuple[DealTried, ...]
@@ -136,21 +136,21 @@ class DealReport:
         least = next((n for n in sizes if cap * n >= lengths.longest), sizes[-1])
         world, speeds = request.topology.world_size, speeds_of(request.settings, request.topology)
 
-        def dealt(documents: Sequence[int], ranks: int) -> Bins:
+        def dealt(documents: Sequence[int], ranks: int) -> Packs:
             return deal(documents, world_size=world, cap=cap, work=work, ranks=ranks, speeds=speeds)
 
         steps = [lengths.step(tokens, number) for number in range(STEPS)]
-        drawn = sorted((dealt(batch, least) for batch in steps), key=lambda bins: bins.seconds / bins.mean_seconds)
+        drawn = sorted((dealt(batch, least) for batch in steps), key=lambda packs: packs.seconds / packs.mean_seconds)
         median = drawn[STEPS // 2]
         strategies: dict[str, DealTried] = {}
         for candidate in good:
             if candidate.step is None:
                 continue
-            bins, strategy = median, candidate.step.strategy
+            packs, strategy = median, candidate.step.strategy
             if 1 + max(strategy.dealt_to(request.topology)) != world:  # packed micro-batches are assigned to pipelines
                 cuts = LONG if request.cuts else None
-                bins = strategy.dealing(candidate.step, cap=cap, work=work, cuts=cuts)(median.lengths)
-            if (tried := played(request, candidate.step, BALANCED, bins)) is not None:
+                packs = strategy.dealing(candidate.step, cap=cap, work=work, cuts=cuts)(median.lengths)
+            if (tried := played(request, candidate.step, BALANCED, packs)) is not None:
                 progress.info(f"{candidate.strategy}: {span(tried.seconds)}")
                 strategies[candidate.strategy] = tried
         strategies = dict(sorted(strategies.items(), key=lambda pair: pair[1].seconds))
@@ -159,20 +159,20 @@ class DealReport:
             name, best = next(iter(strategies.items()))
             step = next(candidate.step for candidate in good if candidate.strategy == name)
             assert step is not None
-            documents, takers = median.lengths, best.bins.world_size
+            documents, takers = median.lengths, best.packs.world_size
             others = [(ROWS, in_rows(documents, takers, min(cap, max_document), work))]
             if cap >= max_document:
                 others.append((IN_TURN, in_turn(documents, takers, max_document, work)))
-            others = [(name, replace(bins, speeds=best.bins.speeds)) for name, bins in others]
+            others = [(name, replace(packs, speeds=best.packs.speeds)) for name, packs in others]
             if "sequence_ranks" not in step.strategy.refusals:
                 others += [(BALANCED, dealt(documents, ranks)) for ranks in sizes if ranks > least]
             tries = [played(request, fit, *deal) for deal in others if (fit := _fitting(request, step, deal[1]))]
             compared = [deal for deal in tries if deal is not None]
-            deals = sorted([*compared, best], key=lambda deal: (deal.name == BALANCED, deal.bins.ranks))
+            deals = sorted([*compared, best], key=lambda deal: (deal.name == BALANCED, deal.packs.ranks))
         return cls(request, lengths, tokens, max_document, tuple(drawn), tuple(candidates), strategies, tuple(deals))
 
     @cached_property
-    def median(self) -> Bins:
+    def median(self) -> Packs:
         """Assignment of the drawn step whose imbalance is the median of the drawn steps."""
         return self.drawn[len(self.drawn) // 2]
 
@@ -201,8 +201,8 @@ class DealReport:
         return settings_of(step) if step is not None else {}
 
 
-def step_of_deal(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
-    """Return a step for the packed micro-batches ``bins``, with the settings of ``step``.
+def step_of_deal(request: PlanRequest, step: StepSpec, packs: Packs) -> StepSpec:
+    """Return a step for the packed micro-batches ``packs``, with the settings of ``step``.
 
     If the assignment has another size of context-parallel groups, that size is set, and whole rows recompute
     everything.
@@ -211,45 +211,45 @@ def step_of_deal(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec:
         UserError: the strategy does not support context-parallel groups.
     """
     settings = step.settings
-    if step.sequence_ranks != bins.ranks:
-        settings = replace(settings, sequence_ranks=bins.ranks)
+    if step.sequence_ranks != packs.ranks:
+        settings = replace(settings, sequence_ranks=packs.ranks)
         if not settings.sequence_chunk:
             settings = replace(settings, recompute="full")
-    return step_of_bins(step.model, request.topology, settings, bins.form, strategy=step.strategy)
+    return step_of_packs(step.model, request.topology, settings, packs.form, strategy=step.strategy)
 
 
-def _fitting(request: PlanRequest, step: StepSpec, bins: Bins) -> StepSpec | None:
-    """Return ``step``, or its leanest variant if only that fits in memory, for groups as large as those of ``bins``.
+def _fitting(request: PlanRequest, step: StepSpec, packs: Packs) -> StepSpec | None:
+    """Return ``step``, or its leanest variant if only that fits in memory, for groups as large as those of ``packs``.
 
-    What must fit are full packed micro-batches of context-parallel groups. None if neither fits. If ``bins`` has no
+    What must fit are full packed micro-batches of context-parallel groups. None if neither fits. If ``packs`` has no
     groups, ``step`` is returned unchecked, because the search has checked it."""
-    if bins.ranks == 1:
+    if packs.ranks == 1:
         return step
-    wide = request.with_length(request.sequence_length * bins.ranks)
+    wide = request.with_length(request.sequence_length * packs.ranks)
     for variant in (step, leanest(request, step)):
         with suppress(UserError):
-            binned = step_of_deal(request, variant, bins)
+            binned = step_of_deal(request, variant, packs)
             if fits(wide, memory_quickly(wide, wide.step(binned.settings, binned.strategy))):
                 return variant
     return None
 
 
-def played(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
+def played(request: PlanRequest, step: StepSpec, name: str, packs: Packs) -> DealTried | None:
     """Simulate an assignment; None if the strategy cannot run it, or if too many different ranks would be simulated.
 
     Args:
         request: request for full packed micro-batches.
         step: a step of the strategy, for its settings.
         name: name of the assignment.
-        bins: the assignment.
+        packs: the assignment.
     """
     try:
-        return _play(request, step, name, bins)
+        return _play(request, step, name, packs)
     except UserError:
         return None
 
 
-def _play(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTried | None:
+def _play(request: PlanRequest, step: StepSpec, name: str, packs: Packs) -> DealTried | None:
     """Simulate an assignment; None if too many different ranks would be simulated.
 
     If there are too many rounds, two shorter steps are simulated, and the time of the remaining rounds is extrapolated
@@ -259,58 +259,58 @@ def _play(request: PlanRequest, step: StepSpec, name: str, bins: Bins) -> DealTr
         UserError: the strategy cannot run the assignment.
     """
     request, blocks = replace(request, dealt=()), len(request.model.blocks)  # no typical step
-    binned = step_of_deal(request, step, bins)
+    binned = step_of_deal(request, step, packs)
     alike = request.topology == request.machine.topology and foldable(binned, request.costs)
-    whole = bins.world_size * blocks <= LARGEST_WORK
+    whole = packs.world_size * blocks <= LARGEST_WORK
     if not whole and not (alike and stand_ins(binned) == (0,)):
         return None
     each = step.settings.micro_batches_per_visit * step.divided_over
-    rounds = max(2, MOST_PLAYED // blocks // (bins.world_size if whole else 1) // each) * each
-    timeline = _timeline(request, step, _cut(bins, rounds), whole=whole)
+    rounds = max(2, MOST_PLAYED // blocks // (packs.world_size if whole else 1) // each) * each
+    timeline = _timeline(request, step, _cut(packs, rounds), whole=whole)
     seconds, exposed = timeline.step_seconds, timeline.exposed_communication_s
-    if sum(bins.shape) > rounds:
-        less = _cut(bins, rounds - each)
+    if sum(packs.shape) > rounds:
+        less = _cut(packs, rounds - each)
         shorter = _timeline(request, step, less, whole=whole)
-        now, before = _modelled(_cut(bins, rounds)), _modelled(less)
-        more = (_modelled(bins) - now) / (now - before) if now > before else 0.0  # 0 if only empty ones remain
+        now, before = _modelled(_cut(packs, rounds)), _modelled(less)
+        more = (_modelled(packs) - now) / (now - before) if now > before else 0.0  # 0 if only empty ones remain
         seconds += more * (seconds - shorter.step_seconds)
         exposed += max(0.0, more * (exposed - shorter.exposed_communication_s))
-    return DealTried(name, bins, seconds, exposed, timeline if whole and rounds >= sum(bins.shape) else None)
+    return DealTried(name, packs, seconds, exposed, timeline if whole and rounds >= sum(packs.shape) else None)
 
 
-def _timeline(request: PlanRequest, step: StepSpec, bins: Bins, *, whole: bool) -> Timeline:
-    """Simulate a step of ``bins`` and return its timeline.
+def _timeline(request: PlanRequest, step: StepSpec, packs: Packs, *, whole: bool) -> Timeline:
+    """Simulate a step of ``packs`` and return its timeline.
 
     Args:
         request: request for full packed micro-batches.
         step: a step of the strategy, for its settings.
-        bins: the assignment.
+        packs: the assignment.
         whole: True to simulate all ranks; False to simulate rank 0 with the longest packed micro-batch of every round.
     """
     if not whole:
-        longest = [[max(row, key=bins.time)] * len(row) for row in (*bins.shared, *bins.single)]
+        longest = [[max(row, key=packs.time)] * len(row) for row in (*packs.shared, *packs.single)]
         rows = tuple(map(tuple, longest))
-        bins = replace(bins, shared=rows[: len(bins.shared)], single=rows[len(bins.shared) :])
-    binned = step_of_deal(request, step, bins)
+        packs = replace(packs, shared=rows[: len(packs.shared)], single=rows[len(packs.shared) :])
+    binned = step_of_deal(request, step, packs)
     schedule = build(binned) if whole else build(binned, ranks=(0,))
     physical = request.machine.topology if whole else None
-    return play(schedule, request.of(binned).costs.with_bins(bins), steps=PLAYED_STEPS, physical=physical)
+    return play(schedule, request.of(binned).costs.with_packs(packs), steps=PLAYED_STEPS, physical=physical)
 
 
-def _cut(bins: Bins, rounds: int) -> Bins:
-    """Return ``bins`` with at most ``rounds`` rounds.
+def _cut(packs: Packs, rounds: int) -> Packs:
+    """Return ``packs`` with at most ``rounds`` rounds.
 
     Rounds without documents are dropped first, then the last rounds. Of shared rounds, at most half of ``rounds`` are
     kept, or as many as are needed to fill up the number. Pipelines have rounds without documents if documents are few.
     """
-    shared = bins.shared[: max(rounds - len(bins.single), rounds // 2)]
+    shared = packs.shared[: max(rounds - len(packs.single), rounds // 2)]
     most = rounds - len(shared)
-    empty = [at for at, row in enumerate(bins.single) if not any(bin.documents for bin in row)]
-    left_out = set(empty[: max(0, len(bins.single) - most)])
-    kept = [row for at, row in enumerate(bins.single) if at not in left_out]
-    return replace(bins, shared=shared, single=tuple(kept[:most]))
+    empty = [at for at, row in enumerate(packs.single) if not any(pack.documents for pack in row)]
+    left_out = set(empty[: max(0, len(packs.single) - most)])
+    kept = [row for at, row in enumerate(packs.single) if at not in left_out]
+    return replace(packs, shared=shared, single=tuple(kept[:most]))
 
 
-def _modelled(bins: Bins) -> float:
+def _modelled(packs: Packs) -> float:
     """Return the modelled time of all rounds, where each takes as long as its slowest rank."""
-    return sum(map(max, bins.times))
+    return sum(map(max, packs.times))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tawpipe.console import columns, span
-from tawpipe.dealing.balance import Bins
+from tawpipe.dealing.balance import Packs
 from tawpipe.plan.answer.dealt import BALANCED, IN_TURN, ROWS, DealReport, DealTried
 from tawpipe.plan.search.candidate import GAIN
 from tawpipe.report.bars import predicted_bars
@@ -23,17 +23,17 @@ SHOWN_RANKS = 48
 
 def numbers(dealt: DealReport, deal: DealTried) -> dict[str, Any]:
     """Return one assignment of documents as a dict for JSON."""
-    floor = min(dealt.median.floor, deal.bins.floor)  # stages of a pipeline share a long document
+    floor = min(dealt.median.floor, deal.packs.floor)  # stages of a pipeline share a long document
     return {
         "packing": deal.name,
-        "sequence_ranks": deal.bins.ranks,
-        "rounds": sum(deal.bins.shape),
-        "shared_rounds": deal.bins.shape[0],
+        "sequence_ranks": deal.packs.ranks,
+        "rounds": sum(deal.packs.shape),
+        "shared_rounds": deal.packs.shape[0],
         "step_seconds": deal.seconds,
         "exposed_communication_s": deal.exposed_s,
         "tokens_per_second": deal.tokens_per_second,
         "imbalance": deal.over_mean,
-        "imbalance_over_floor": deal.bins.seconds / floor if deal.name == BALANCED else None,
+        "imbalance_over_floor": deal.packs.seconds / floor if deal.name == BALANCED else None,
     }
 
 
@@ -50,9 +50,9 @@ def as_json(dealt: DealReport) -> dict[str, Any]:
         "rounds": sum(median.shape),
         "imbalance": median.seconds / median.mean_seconds,
         "imbalance_over_floor": median.imbalance,
-        "imbalance_of_steps": [bins.seconds / bins.mean_seconds for bins in dealt.drawn],
+        "imbalance_of_steps": [packs.seconds / packs.mean_seconds for packs in dealt.drawn],
         "chosen": dealt.chosen,
-        "sequence_ranks": best.bins.ranks if best else None,
+        "sequence_ranks": best.packs.ranks if best else None,
         "reason": reason(dealt),
         "strategies": [
             {"strategy": name, "knobs": dealt.settings(name)} | numbers(dealt, deal)
@@ -80,19 +80,19 @@ def corpus(dealt: DealReport) -> Iterator[str]:
         [("up to", "documents", "tokens", "")]
         + [(f"{up_to:,}", f"{share:.1%}", f"{tokens:.1%}", "") for up_to, share, tokens in lengths.histogram.rows]
     )
-    spread = [bins.seconds / bins.mean_seconds for bins in dealt.drawn]
+    spread = [packs.seconds / packs.mean_seconds for packs in dealt.drawn]
     documents = f"{len(median.lengths):,} documents, the longest of {max(median.lengths):,} tokens"
-    bins = f"packed micro-batches of up to {dealt.request.sequence_length:,} tokens, {_rounds(median)}"
-    yield f"one step: {sum(median.lengths):,} tokens in {documents}; {bins}"
+    packs = f"packed micro-batches of up to {dealt.request.sequence_length:,} tokens, {_rounds(median)}"
+    yield f"one step: {sum(median.lengths):,} tokens in {documents}; {packs}"
     yield (
         f"predicted imbalance of {len(spread)} steps: {spread[len(spread) // 2]:.3f} of the mean "
         f"({spread[0]:.3f} to {spread[-1]:.3f}), {median.imbalance:.3f} of the floor"
     )
 
 
-def _rounds(bins: Bins) -> str:
+def _rounds(packs: Packs) -> str:
     """Return a phrase with the number of rounds, such as "5 rounds, 2 of them shared"."""
-    return bins.in_words + (f", {bins.shape[0]} of them shared" if bins.shape[0] else "")
+    return packs.in_words + (f", {packs.shape[0]} of them shared" if packs.shape[0] else "")
 
 
 def cells(dealt: DealReport, deal: DealTried) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def cells(dealt: DealReport, deal: DealTried) -> tuple[str, ...]:
         f"{deal.exposed_s:.3f}",
         f"{deal.over_mean:.3f}",
         f"{floor:.3f}" if floor else "-",
-        deal.bins.in_words,
+        deal.packs.in_words,
     )
 
 
@@ -148,19 +148,19 @@ def reason(dealt: DealReport) -> str:
             words.append(f"{other.seconds / best.seconds:.2f} times as fast as {PHRASES[name]}")
     good = [deal for deal in dealt.deals if deal.name == BALANCED]
     alone = good[0]
-    if best.bins.ranks > 1 and alone.bins.ranks == 1:
+    if best.packs.ranks > 1 and alone.packs.ranks == 1:
         gain = alone.seconds / best.seconds - 1
         shared = (
-            f"sharing long documents between {best.bins.ranks} devices of a node saves {gain:.1%} "
+            f"sharing long documents between {best.packs.ranks} devices of a node saves {gain:.1%} "
             "(schedule.sequence_ranks)"
         )
-    elif best.bins.ranks > 1:
+    elif best.packs.ranks > 1:
         shared = (
-            f"documents longer than a packed micro-batch need {best.bins.ranks} devices of a node "
+            f"documents longer than a packed micro-batch need {best.packs.ranks} devices of a node "
             "(schedule.sequence_ranks)"
         )
     elif len(good) > 1:
-        ranks = " or ".join(str(deal.bins.ranks) for deal in good[1:])
+        ranks = " or ".join(str(deal.packs.ranks) for deal in good[1:])
         shared = f"sharing long documents between {ranks} devices saves less than {GAIN:.1%}"
     else:
         shared = ""
@@ -202,8 +202,8 @@ def _sections(dealt: DealReport) -> Iterator[Section]:
 
 def _times(deal: DealTried) -> Section:
     """Return a section with a figure of the modelled seconds of every rank or pipeline."""
-    times = [row[:SHOWN_RANKS] for row in deal.bins.times]
-    taker, part = ("pipeline", "bin") if deal.bins.positions > 1 else ("rank", "round")
+    times = [row[:SHOWN_RANKS] for row in deal.packs.times]
+    taker, part = ("pipeline", "bin") if deal.packs.positions > 1 else ("rank", "round")
     parts = {f"{part} {number}": row for number, row in enumerate(times)}
     figure = stacked_bars([f"{taker} {rank}" for rank in range(len(times[0]))], parts, unit="s, modelled")
     words = f"Compute seconds per {taker}: {deal.over_mean:.3f} of the mean, {part} by {part}."

@@ -11,7 +11,7 @@ from typing import Any
 from tawpipe.dealing.balance import LayerKind, LayerTime
 from tawpipe.errors import UserError
 from tawpipe.plan.cost.profile import Profile
-from tawpipe.plan.cost.typical import TypicalStep, mean_bin, slices_in, typical_of_pipelines, typical_of_ranks
+from tawpipe.plan.cost.typical import TypicalStep, mean_pack, slices_in, typical_of_pipelines, typical_of_ranks
 from tawpipe.plan.machine.machine import Machine
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
@@ -116,7 +116,7 @@ class PlanRequest:
         if not self.dealt:
             return self.micro_batches
         positions = strategy.divided_over(self.topology)
-        return self.dealt_by(strategy).count if positions == 1 else self.mean_bin(positions)[0]
+        return self.dealt_by(strategy).count if positions == 1 else self.mean_pack(positions)[0]
 
     def dealt_by(self, strategy: Strategy) -> TypicalStep:
         """Assign the documents of a typical step under ``strategy``, and return the resulting micro-batches.
@@ -132,14 +132,14 @@ class PlanRequest:
         speeds = speeds_of(self.settings, topology)
         return typical_of_ranks(self.dealt, **arguments, world_size=topology.world_size, ranks=ranks, speeds=speeds)
 
-    def mean_bin(self, positions: int) -> tuple[int, MicroBatchSize]:
+    def mean_pack(self, positions: int) -> tuple[int, MicroBatchSize]:
         """Return (approximate number of packed micro-batches of a step, mean size of one), for pipelines.
 
         Args:
             positions: ranks of one pipeline.
         """
         arguments = {"cap": self.sequence_length, "windows": self.profile.windows}
-        return mean_bin(self.dealt, pipelines=self.topology.world_size // positions, positions=positions, **arguments)
+        return mean_pack(self.dealt, pipelines=self.topology.world_size // positions, positions=positions, **arguments)
 
     @cached_property
     def deals_by(self) -> LayerTime:

@@ -14,9 +14,9 @@ from functools import lru_cache
 from itertools import islice
 from statistics import fmean
 
-from tawpipe.dealing.balance import Bin, Bins, LayerTime, deal
+from tawpipe.dealing.balance import LayerTime, Pack, Packs, deal
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.pipelines.dealing import LONG, bins_of_a_pipeline, deal_to_pipelines, even_s
+from tawpipe.schedule.pipelines.dealing import LONG, deal_to_pipelines, even_s, packs_of_a_pipeline
 from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.work import makespan, play
 from tawpipe.schedule.sizes.activations import Shares
@@ -45,7 +45,7 @@ class TypicalStep:
         cut: for each document that every pipeline cuts, the first token and the end of its slices.
         numbers: for every pipeline and cut document, the numbers of the micro-batches that are its slices.
         uneven: factor by which computing takes longer than with equal packed micro-batches of whole documents.
-        order: order of every pipeline, see ``Bins.orders``.
+        order: order of every pipeline, see ``Packs.orders``.
     """
 
     count: int
@@ -140,15 +140,15 @@ def typical_of_ranks(
         cap: most tokens of a packed micro-batch, for each rank that computes it.
         world_size: number of ranks.
         ranks: ranks of a context-parallel group.
-        speeds: speed of every rank, see ``Bins``.
+        speeds: speed of every rank, see ``Packs``.
 
     Raises:
         UserError: as in ``deal``.
     """
-    bins = deal(lengths, world_size=world_size, cap=cap, work=work, ranks=ranks, speeds=speeds)
-    count = sum(bins.shape) * world_size // ranks
-    mean = _whole(bins, [bin for row in (*bins.shared, *bins.single) for bin in row], count, windows)
-    return TypicalStep(count, mean, mean, uneven=bins.seconds / bins.mean_seconds)
+    packs = deal(lengths, world_size=world_size, cap=cap, work=work, ranks=ranks, speeds=speeds)
+    count = sum(packs.shape) * world_size // ranks
+    mean = _whole(packs, [pack for row in (*packs.shared, *packs.single) for pack in row], count, windows)
+    return TypicalStep(count, mean, mean, uneven=packs.seconds / packs.mean_seconds)
 
 
 @lru_cache(maxsize=64)
@@ -191,30 +191,30 @@ def typical_of_pipelines(
         "cap": cap,
         "work": work,
     }
-    bins = deal_to_pipelines(lengths, pipelines=shape.positions.replicas, **arguments, cuts=LONG if cuts else None)
-    count, slices = len(bins.single), bins.slices or ((),) * bins.world_size
-    lanes = [bins.of(pipeline) for pipeline in range(bins.world_size)]
-    times = [sum(map(bins.time, lane)) for lane in lanes]
+    packs = deal_to_pipelines(lengths, pipelines=shape.positions.replicas, **arguments, cuts=LONG if cuts else None)
+    count, slices = len(packs.single), packs.slices or ((),) * packs.world_size
+    lanes = [packs.of(pipeline) for pipeline in range(packs.world_size)]
+    times = [sum(map(packs.time, lane)) for lane in lanes]
     most = max(range(len(lanes)), key=lambda pipeline: (sum(slices[pipeline]), times[pipeline]))
     parts, whole = lanes[most][: sum(slices[most])], lanes[most][sum(slices[most]) :]
-    even = [*map(bins.time, parts), *[sum(map(bins.time, whole)) / max(1, len(whole))] * len(whole)]
-    text, mean = bins.orders[most] if bins.orders else "", bins.mean_seconds * layout.size / count
+    even = [*map(packs.time, parts), *[sum(map(packs.time, whole)) / max(1, len(whole))] * len(whole)]
+    text, mean = packs.orders[most] if packs.orders else "", packs.mean_seconds * layout.size / count
     order = shape.order_of_form(count, slices[most], text)
     taken = makespan(play(layout, order, costs, lambda work: even[work.micro_batch] / mean))
-    uneven = bins.stretch * even_s(layout, costs, count) / taken if taken else 1.0
+    uneven = packs.stretch * even_s(layout, costs, count) / taken if taken else 1.0
     spans = iter([part.part or (0, 0) for part in parts])
     return TypicalStep(
-        count * bins.world_size,
-        _whole(bins, whole, max(1, len(whole)), windows),
-        _whole(bins, lanes[most], count, windows),
-        max(map(bins.tokens, whole or parts)),
+        count * packs.world_size,
+        _whole(packs, whole, max(1, len(whole)), windows),
+        _whole(packs, lanes[most], count, windows),
+        max(map(packs.tokens, whole or parts)),
         tuple(tuple(islice(spans, number)) for number in slices[most]),
         uneven=uneven,
         order=text,
     )
 
 
-def mean_bin(
+def mean_pack(
     lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, windows: Sequence[int]
 ) -> tuple[int, MicroBatchSize]:
     """Return (approximate number of packed micro-batches of all pipelines, mean size of one). Nothing is assigned.
@@ -227,15 +227,17 @@ def mean_bin(
         windows: attention windows of the layers.
     """
     needed = -(-sum(lengths) // (cap * pipelines))
-    count = pipelines * bins_of_a_pipeline(needed, positions, sum(lengths) / pipelines)
+    count = pipelines * packs_of_a_pipeline(needed, positions, sum(lengths) / pipelines)
     return count, size_of(lengths, windows).times(1 / count)
 
 
-def _whole(bins: Bins, some: Sequence[Bin], count: int, windows: Sequence[int]) -> MicroBatchSize:
+def _whole(packs: Packs, some: Sequence[Pack], count: int, windows: Sequence[int]) -> MicroBatchSize:
     """Return the size of the packed micro-batches ``some`` together, divided by ``count``."""
-    sizes = [slice_of(*bin.part, windows) for bin in some if bin.part]
+    sizes = [slice_of(*pack.part, windows) for pack in some if pack.part]
     sizes += [
-        size_of([bins.lengths[n] for n in bin.documents], windows) for bin in some if bin.documents and not bin.part
+        size_of([packs.lengths[n] for n in pack.documents], windows)
+        for pack in some
+        if pack.documents and not pack.part
     ]
     within = tuple((window, sum(dict(size.within)[window] for size in sizes) / count) for window in windows)
     calls = round(sum(size.lengths for size in sizes) / max(1, len(sizes)))

@@ -102,7 +102,7 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
     """
     costs, memory, blocks = request.costs, request.profile.memory, []
     if request.dealt:
-        costs = replace(costs, size=request.mean_bin(positions.size)[1])
+        costs = replace(costs, size=request.mean_pack(positions.size)[1])
     boundary, passing = memory.boundary * request.size.tokens, memory.boundary * costs.size.tokens
     room, resident = _room(request, positions, recompute)
     for number, (block, taken) in enumerate(zip(request.model.blocks, resident, strict=True)):

@@ -24,7 +24,7 @@ from dataclasses import replace
 from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
-from tawpipe.dealing.balance import Bin, Bins, LayerTime, deal
+from tawpipe.dealing.balance import LayerTime, Pack, Packs, deal
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.links import LaneLoad, Listed, played
@@ -32,9 +32,9 @@ from tawpipe.schedule.pipelines.memory import fits
 from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 
-BINS, MOST_BINS = 4, 12
-"""Limits (BINS, MOST_BINS) of the packed micro-batches of a pipeline, for each of its positions. BINS is the least, if
-a step has enough documents. MOST_BINS is the most, unless the token limit needs more."""
+LEAST_PACKS, MOST_PACKS = 4, 12
+"""Limits (BINS, MOST_PACKS) of the packed micro-batches of a pipeline, for each of its positions. BINS is the least, if
+a step has enough documents. MOST_PACKS is the most, unless the token limit needs more."""
 OVERHEAD = 128
 """Number of tokens that take as long as the fixed cost of a packed micro-batch: calls and messages."""
 LONG = 3 / 2
@@ -47,11 +47,11 @@ micro-batches or making an order, over all pipelines: some tenths of a second. F
 compare ways of cutting documents."""
 
 
-def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
+def packs_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
     """Return the number of packed micro-batches of a pipeline that wastes the least time; at least ``needed``.
 
     Time is wasted by waiting at both ends of the step, and by the fixed cost of each packed micro-batch. The result is
-    a multiple of ``positions``. It has at least ``BINS`` for each position, and at most ``MOST_BINS`` unless ``needed``
+    a multiple of ``positions``. It has at least ``LEAST_PACKS`` for each position, and at most ``MOST_PACKS`` unless ``needed``
     is more.
 
     Args:
@@ -59,7 +59,7 @@ def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
         positions: number of positions of the pipeline.
         tokens: tokens of the step for this pipeline.
 
-    >>> bins_of_a_pipeline(3, 4, 1000), bins_of_a_pipeline(17, 4, 1000), bins_of_a_pipeline(17, 4, 100_000)
+    >>> packs_of_a_pipeline(3, 4, 1000), packs_of_a_pipeline(17, 4, 1000), packs_of_a_pipeline(17, 4, 100_000)
     (16, 20, 48)
     """
 
@@ -68,35 +68,35 @@ def bins_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
         count = times * positions
         return (1 + (positions - 1) / count) * (1 + count * OVERHEAD / tokens)
 
-    return positions * max(-(-needed // positions), min(range(BINS, MOST_BINS + 1), key=beside_even))
+    return positions * max(-(-needed // positions), min(range(LEAST_PACKS, MOST_PACKS + 1), key=beside_even))
 
 
-class LaneBins(NamedTuple):
+class LanePacks(NamedTuple):
     """Packed micro-batches of one pipeline.
 
     Args:
-        bins: packed micro-batches in order, document slices first.
+        packs: packed micro-batches in order, document slices first.
         slices: number of slices of every document that is cut.
     """
 
-    bins: list[Bin]
+    packs: list[Pack]
     slices: tuple[int, ...]
 
-    def filled(self, count: int) -> list[Bin]:
+    def filled(self, count: int) -> list[Pack]:
         """Return the list filled up to ``count`` with empty packed micro-batches, after the slices.
 
         Empty ones at the end would only delay the gradients."""
         cut = sum(self.slices)
-        return [*self.bins[:cut], *[Bin(())] * (count - len(self.bins)), *self.bins[cut:]]
+        return [*self.packs[:cut], *[Pack(())] * (count - len(self.packs)), *self.packs[cut:]]
 
 
 def lanes_of(
     lengths: Sequence[int], *, pipelines: int, positions: int, cap: int, work: LayerTime, cuts: float | None = None
-) -> tuple[list[LaneBins], int]:
+) -> tuple[list[LanePacks], int]:
     """Cut and pack the documents of a step for each pipeline, before orders are considered.
 
     Returns the packed micro-batches of every pipeline, and the number to which each list must be filled up with empty
-    ones (``LaneBins.filled``). For the arguments see ``deal_to_pipelines``.
+    ones (``LanePacks.filled``). For the arguments see ``deal_to_pipelines``.
 
     Raises:
         UserError: see ``deal``.
@@ -105,22 +105,22 @@ def lanes_of(
     if not lengths or min(lengths) < 1 or (max(lengths) > cap and cuts is None):
         deal(lengths, world_size=pipelines, cap=cap, work=work)  # raises the UserError that explains the refusal
     tokens = sum(lengths) / pipelines
-    least = bins_of_a_pipeline(0, positions, tokens)
+    least = packs_of_a_pipeline(0, positions, tokens)
     mean = sum(map(of, lengths)) / least / pipelines
-    lanes = list[LaneBins]()
+    lanes = list[LanePacks]()
     for numbers in _to_pipelines([of(length) for length in lengths], pipelines):
         most = math.inf if cuts is None else cuts * mean
         cut = [n for n in numbers if lengths[n] > 3 and (lengths[n] > cap or of(lengths[n]) > most)]
         parts = sorted(((n, slices_of(lengths[n], cap, mean, work)) for n in cut), key=lambda pair: -len(pair[1]))
-        bins = [Bin((n,), part=part) for n, spans in parts for part in spans]
+        packs = [Pack((n,), part=part) for n, spans in parts for part in spans]
         whole = [n for n in numbers if n not in cut]
         if whole:
             beside = math.ceil(sum(of(lengths[n]) for n in whole) / mean) if mean else 1  # none is longer than a slice
-            rounds = min(len(whole), max(beside, least - len(bins), 1))
+            rounds = min(len(whole), max(beside, least - len(packs), 1))
             dealt = deal([lengths[n] for n in whole], world_size=1, cap=cap, work=work, rounds=rounds)
-            bins += [Bin(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
-        lanes.append(LaneBins(bins, tuple(len(spans) for _, spans in parts)))
-    return lanes, bins_of_a_pipeline(max(len(lane.bins) for lane in lanes), positions, tokens)
+            packs += [Pack(tuple(whole[n] for n in row.documents)) for (row,) in dealt.single]
+        lanes.append(LanePacks(packs, tuple(len(spans) for _, spans in parts)))
+    return lanes, packs_of_a_pipeline(max(len(lane.packs) for lane in lanes), positions, tokens)
 
 
 def deal_to_pipelines(
@@ -134,7 +134,7 @@ def deal_to_pipelines(
     cap: int,
     work: LayerTime,
     cuts: float | None = None,
-) -> Bins:
+) -> Packs:
     """Assign the documents of a step to packed micro-batches of pipelines; return the fastest that fits.
 
     Several limits for cutting (``TRIED`` times ``cuts``), and without ``listed`` also reversed orders of the cut
@@ -156,17 +156,17 @@ def deal_to_pipelines(
     Raises:
         UserError: see ``deal``; or the stages have too little memory for the slices.
     """
-    size, deals = layout.size, list[Bins]()
+    size, deals = layout.size, list[Packs]()
     limits = (None,) if cuts is None else (cuts,) if math.isinf(cuts) else tuple(cuts * times for times in TRIED)
     for limit in limits:
         lanes, count = lanes_of(lengths, pipelines=pipelines, positions=size, cap=cap, work=work, cuts=limit)
         rounds = zip(*(lane.filled(count) for lane in lanes), strict=True)
         slices = tuple(lane.slices for lane in lanes) if any(lane.slices for lane in lanes) else ()
-        bins = Bins((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
-        if all((bins.single, bins.slices) != (other.single, other.slices) for other in deals):
-            deals.append(bins)
+        packs = Packs((), tuple(rounds), 1, tuple(lengths), work, positions=size, slices=slices)
+        if all((packs.single, packs.slices) != (other.single, other.slices) for other in deals):
+            deals.append(packs)
 
-    def ordered(way: Bins, most: int) -> tuple[Bins, list[Order]]:
+    def ordered(way: Packs, most: int) -> tuple[Packs, list[Order]]:
         """Return ``way`` and the order of every pipeline under it.
 
         With ``listed`` and slices, the orders are also stored in ``way.orders``.
@@ -181,7 +181,7 @@ def deal_to_pipelines(
         texts = tuple(str(order) if cut else "" for order, cut in zip(orders, cuts, strict=True))
         return replace(way, orders=texts) if listed and way.slices else way, orders
 
-    ways = [way for bins in deals for way in (bins, *(() if listed else _turned(bins)))]
+    ways = [way for packs in deals for way in (packs, *(() if listed else _turned(packs)))]
     few = [ordered(way, FEW_LISTED) for way in ways]
     fitting = [way for way in few if _has_room(*way, layout, costs, cap)]
     if not fitting:
@@ -198,46 +198,46 @@ def deal_to_pipelines(
     return _in_their_places(*best, layout, costs, most)[1]
 
 
-def _loads(bins: Bins) -> list[LaneLoad]:
+def _loads(packs: Packs) -> list[LaneLoad]:
     """Return for every pipeline the times and sizes of its packed micro-batches, relative to the mean one."""
-    lanes = [*zip(*bins.single, strict=True)]
-    count = len(bins.single) * len(lanes)
-    mean, tokens = sum(map(bins.work.of, bins.lengths)) / count, sum(bins.lengths) / count
+    lanes = [*zip(*packs.single, strict=True)]
+    count = len(packs.single) * len(lanes)
+    mean, tokens = sum(map(packs.work.of, packs.lengths)) / count, sum(packs.lengths) / count
     return [
         LaneLoad(
-            [bins.time(bin) / mean if mean else 1.0 for bin in lane],
-            [bins.tokens(bin) / tokens for bin in lane],
+            [packs.time(pack) / mean if mean else 1.0 for pack in lane],
+            [packs.tokens(pack) / tokens for pack in lane],
             OVERHEAD / tokens,
         )
         for lane in lanes
     ]
 
 
-def _turned(bins: Bins) -> Iterator[Bins]:
+def _turned(packs: Packs) -> Iterator[Packs]:
     """Yield the assignment with every pipeline's cut documents in reverse order, if a pipeline has several."""
-    if not any(len(cut) > 1 for cut in bins.slices):
+    if not any(len(cut) > 1 for cut in packs.slices):
         return
-    lanes = list[list[Bin]]()
-    for lane, cut in zip(zip(*bins.single, strict=True), bins.slices, strict=True):
+    lanes = list[list[Pack]]()
+    for lane, cut in zip(zip(*packs.single, strict=True), packs.slices, strict=True):
         ends = [*accumulate(cut)]
         documents = [lane[end - size : end] for size, end in zip(cut, ends, strict=True)]
         lanes.append([*chain.from_iterable(documents[::-1]), *lane[sum(cut) :]])
-    slices = tuple(cut[::-1] for cut in bins.slices)
-    yield replace(bins, single=tuple(zip(*lanes, strict=True)), slices=slices)
+    slices = tuple(cut[::-1] for cut in packs.slices)
+    yield replace(packs, single=tuple(zip(*lanes, strict=True)), slices=slices)
 
 
-def _has_room(bins: Bins, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, cap: int) -> bool:
+def _has_room(packs: Packs, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, cap: int) -> bool:
     """Return True if every position of the pipelines with slices has enough memory.
 
     Args:
-        bins: the assignment.
+        packs: the assignment.
         orders: order of every pipeline.
         layout: the stages and their positions.
         costs: costs of a full packed micro-batch, with the memory limit.
         cap: tokens of a full packed micro-batch.
     """
-    for lane, cut, order in zip(zip(*bins.single, strict=True), bins.slices, orders, strict=False):
-        full = [bins.tokens(row) / cap for row in lane]
+    for lane, cut, order in zip(zip(*packs.single, strict=True), packs.slices, orders, strict=False):
+        full = [packs.tokens(row) / cap for row in lane]
         if cut and not all(fits(costs, most) for most in _peaks(layout, order, costs, full)):
             return False
     return True
@@ -298,25 +298,25 @@ def slices_of(length: int, cap: int, mean: float, work: LayerTime) -> list[tuple
 
 
 def _in_their_places(
-    bins: Bins, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, most: int
-) -> tuple[float, Bins]:
+    packs: Packs, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, most: int
+) -> tuple[float, Packs]:
     """Permute the packed micro-batches of each pipeline so that the step gets shorter, by simulating permutations.
 
     Whole documents only are moved, and only in pipelines whose order was not made for this step. Returns the time of
-    the step in the slowest pipeline relative to even work (``even_s``), and the permuted assignment. ``Bins.stretch``
+    the step in the slowest pipeline relative to even work (``even_s``), and the permuted assignment. ``Packs.stretch``
     of the assignment is set to the relative time without shared links.
 
     Args:
-        bins: the assignment.
+        packs: the assignment.
         orders: order of every pipeline.
         layout: the stages and their positions.
         costs: costs of a packed micro-batch of mean size.
         most: number of work items that are simulated for each pipeline.
     """
-    even = even_s(layout, costs, len(bins.single)) or math.inf  # 0 for a tiny model whose blocks take no time
-    lanes, longest, alone = list[list[Bin]](), 0.0, 0.0
-    cuts, texts = bins.slices or ((),) * len(orders), bins.orders or ("",) * len(orders)
-    pipelines = zip(zip(*bins.single, strict=True), _loads(bins), cuts, texts, orders, strict=True)
+    even = even_s(layout, costs, len(packs.single)) or math.inf  # 0 for a tiny model whose blocks take no time
+    lanes, longest, alone = list[list[Pack]](), 0.0, 0.0
+    cuts, texts = packs.slices or ((),) * len(orders), packs.orders or ("",) * len(orders)
+    pipelines = zip(zip(*packs.single, strict=True), _loads(packs), cuts, texts, orders, strict=True)
     for lane, load, cut, text, order in pipelines:
 
         def taken(places: Sequence[int], load: LaneLoad = load, order: Order = order) -> float:
@@ -329,7 +329,7 @@ def _in_their_places(
         times = load.placed(places).times
         free = makespan(play(layout, order, costs, lambda work, times=times: times[work.micro_batch]))
         longest, alone = max(longest, taken(places)), max(alone, free)
-    return longest / even, replace(bins, single=tuple(zip(*lanes, strict=True)), stretch=alone / even or 1.0)
+    return longest / even, replace(packs, single=tuple(zip(*lanes, strict=True)), stretch=alone / even or 1.0)
 
 
 def even_s(layout: Layout, costs: PipelineCosts, count: int) -> float:

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
-from tawpipe.dealing.balance import Bins, LayerTime
+from tawpipe.dealing.balance import LayerTime, Packs
 from tawpipe.errors import UserError
 from tawpipe.schedule.pipelines.dealing import deal_to_pipelines
 from tawpipe.schedule.pipelines.layout import Layout
@@ -208,7 +208,7 @@ class ActivationPipeline(Strategy):
 
     def dealing(
         self, step: StepSpec, *, cap: int, work: LayerTime, cuts: float | None = None
-    ) -> Callable[[Sequence[int]], Bins]:
+    ) -> Callable[[Sequence[int]], Packs]:
         """Return a function that assigns documents to the pipelines, see ``deal_to_pipelines``."""
         shape = self.shape(step.model, step.topology)
         return partial(

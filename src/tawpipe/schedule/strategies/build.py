@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from tawpipe.dealing.balance import BinsForm
+from tawpipe.dealing.balance import PacksForm
 from tawpipe.errors import UserError
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import AUTO_RECOMPUTE, ScheduleSettings, check_values
-from tawpipe.schedule.spec import ModelSpec, share_bins
+from tawpipe.schedule.spec import ModelSpec, share_packs
 from tawpipe.schedule.step import SPECIAL, Schedule, StepSpec, Strategy
 from tawpipe.schedule.strategies.table import find
 from tawpipe.topology import Topology
@@ -88,11 +88,11 @@ def step_of(
     return step
 
 
-def step_of_bins(
+def step_of_packs(
     model: ModelSpec,
     topology: Topology,
     settings: ScheduleSettings,
-    form: BinsForm,
+    form: PacksForm,
     *,
     strategy: Strategy | None = None,
 ) -> StepSpec:
@@ -111,7 +111,7 @@ def step_of_bins(
     strategy, ranks = (strategy or find(settings.strategy)).configured(settings), settings.sequence_ranks or 1
     dealt_to = strategy.dealt_to(topology)
     takers = 1 + max(dealt_to)
-    each, shared = share_bins(form.shared, form.single, takers, ranks), form.shared * takers // ranks
+    each, shared = share_packs(form.shared, form.single, takers, ranks), form.shared * takers // ranks
     shares, slices = tuple(each[number] for number in dealt_to), list[tuple[int, ...]]()
     for numbers, documents in zip(each, form.slices, strict=False):
         ends = list(accumulate(documents, initial=0))

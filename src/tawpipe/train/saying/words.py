@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tawpipe.dealing.balance import Bins
+from tawpipe.dealing.balance import Packs
 from tawpipe.dealing.lengths import Balance
 from tawpipe.plan.cost.predict import Needs
 from tawpipe.runtime.world import World
@@ -58,28 +58,30 @@ def without_effect(settings: ScheduleSettings, world: World) -> list[str]:
     return [name for name in names if world.nodes.num_nodes == 1 and getattr(settings, name) != getattr(usual, name)]
 
 
-def batch_words(batch: BatchShape, bins: Bins | None, balance: Balance | None) -> str:
+def batch_words(batch: BatchShape, packs: Packs | None, balance: Balance | None) -> str:
     """Return a description of the batches of a run.
 
     Args:
         batch: sizes of the batches.
-        bins: assignment of the next step's documents under ``balanced``, else None.
+        packs: assignment of the next step's documents under ``balanced``, else None.
         balance: balance of the first steps between processes.
     """
-    if bins is None:
+    if packs is None:
         each = f"of up to {batch.row_tokens}" if batch.packing == "none" else f"x {batch.row_tokens}"
         return f"{batch.rows} sequences {each} tokens, micro-batches of {batch.micro_batch}"
     shared = (
-        f", {bins.shape[0]} of them of packed micro-batches that {bins.ranks} processes share" if bins.shape[0] else ""
+        f", {packs.shape[0]} of them of packed micro-batches that {packs.ranks} processes share"
+        if packs.shape[0]
+        else ""
     )
     modelled = f"; predicted imbalance of the first steps {balance.after:.2f}" if balance else ""
-    each = f"{bins.in_words}{shared}, packed micro-batches of at most {batch.bin_tokens:,} tokens per process"
-    if bins.positions > 1:
-        cut = f" ({sum(map(sum, bins.slices))} slices of long documents in all)" if bins.slices else ""
-        each = f"{bins.in_words} per pipeline{cut}, packed micro-batches of at most {batch.bin_tokens:,} tokens"
+    each = f"{packs.in_words}{shared}, packed micro-batches of at most {batch.bin_tokens:,} tokens per process"
+    if packs.positions > 1:
+        cut = f" ({sum(map(sum, packs.slices))} slices of long documents in all)" if packs.slices else ""
+        each = f"{packs.in_words} per pipeline{cut}, packed micro-batches of at most {batch.bin_tokens:,} tokens"
     return (
         f"documents of up to {batch.document_tokens:,} tokens, {batch.step_tokens:,} tokens per step; the next "
-        f"step has {len(bins.lengths):,} documents in {each}{modelled}"
+        f"step has {len(packs.lengths):,} documents in {each}{modelled}"
     )
 
 

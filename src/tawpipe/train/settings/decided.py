@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 
-from tawpipe.dealing.balance import USUAL_BIN
+from tawpipe.dealing.balance import USUAL_PACK
 from tawpipe.errors import UserError
 from tawpipe.options.library import as_option
 from tawpipe.schedule.strategies.table import find
@@ -56,7 +56,7 @@ class BatchShape:
         if packing != "balanced":
             rows, row_tokens = config.global_batch, config.sequence_length
             return cls(packing, rows, row_tokens, config.micro_batch, tokens, longest, ranks=ranks)
-        usual = min(int(longest * USUAL_BIN), ceil(tokens * ONE_ROUND / world_size))
+        usual = min(int(longest * USUAL_PACK), ceil(tokens * ONE_ROUND / world_size))
         cap = config.bin_tokens or max(usual, ceil(longest / ranks))
         rounds = ceil(tokens / (cap * world_size))
         rows = max(1, rounds * world_size // ranks)
