@@ -157,7 +157,7 @@ def ranks_of(schedule: Schedule) -> dict[str, str]:
     for rank in range(schedule.topology.world_size):
         pools = [f"{pool.name} {pool.kind.value} {pool.count} {pool.elements}" for pool in schedule.pools[rank]]
         values[f"rank {rank}"] = f"{digest(schedule.text(rank))} {digest(repr(pools))}"
-    homes = [(home.ranks, home.stripe, home.replicas) for home in schedule.homes]
+    homes = [(home.ranks, home.shard_size, home.replicas) for home in schedule.homes]
     return values | {"homes": digest(repr(homes))}
 
 

@@ -30,5 +30,5 @@ def test_busiest_link_of_uneven_nodes_carries_only_missing_shards():
     assert len(said.link_sent_bytes) == 2
     assert said.link_received_bytes[1] == pytest.approx((gathered + reduced) * 2 / 3, rel=0.02)
     assert said.link_sent_bytes == said.link_received_bytes
-    even = [sum(home.stripe for home in schedule.homes if home.index(rank) is not None) for rank in range(6)]
+    even = [sum(home.shard_size for home in schedule.homes if home.index(rank) is not None) for rank in range(6)]
     assert len(set(even)) == 1

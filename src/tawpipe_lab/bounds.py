@@ -191,7 +191,7 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
         elif action.op is Op.BACKWARD_WEIGHT:
             total += set_costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
-            total += costs.update_seconds(rank, schedule.homes[action.unit].stripe, action.unit)
+            total += costs.update_seconds(rank, schedule.homes[action.unit].shard_size, action.unit)
     return total
 
 

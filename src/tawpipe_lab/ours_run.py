@@ -190,9 +190,9 @@ class _LinkedExecutor(Executor):
         up, down = (sum(buffer.is_home for buffer in side) for side in sides)
         if action.op is Op.UPDATE:  # with both moments of AdamW; the gradient is not written back
             up, down = up + 2, 3
-        stripe = 4 * self.storage.master[action.unit].numel()
+        shard_bytes = 4 * self.storage.master[action.unit].numel()
         with busy(_row(action)):
-            link.carry(begin, up=up * stripe, down=down * stripe)
+            link.carry(begin, up=up * shard_bytes, down=down * shard_bytes)
 
 
 class _SleepingCompute:

@@ -97,7 +97,7 @@ def test_step_time_includes_the_time_of_exact_compression(setting, part):
     assert seconds[0] < seconds[1] < seconds[2]
     asked = asked_with(CodingTimes(count=1e-4))
     counted = predict(asked, step_of(asked, "tawpipe-step", **EXACT)).step_seconds
-    stripes = sum(home.stripe for home in step_of(asked, "tawpipe-step").homes)
+    stripes = sum(home.shard_size for home in step_of(asked, "tawpipe-step").homes)
     assert counted - seconds[0] == pytest.approx(1e-4 * stripes, rel=0.3) or setting != "weights_compression"
 
 

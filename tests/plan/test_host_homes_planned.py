@@ -108,7 +108,7 @@ def test_a_host_with_too_little_memory_is_named() -> None:
     step = step_of(one, "tawpipe-spread", host_homes="state")
     needs = memory_quickly(one, step)
     assert lacking(one, needs) == ["host memory"] and "of every host's memory" in shortage(one, needs)
-    elements = sum(home.stripe for home in step.homes)
+    elements = sum(home.shard_size for home in step.homes)
     assert needs.host == 16 * elements
     assert not any(
         candidate.fits for candidate in search_only(asked(bytes_of(asked(), "state") * 6 // 5, host_gib=1e-5))
@@ -130,7 +130,7 @@ def test_simulated_step_charges_the_host_link() -> None:
         predict(asked(), step_of(asked(), "tawpipe-spread")).step_seconds, rel=0.05
     )
     step = step_of(asked(), "tawpipe-spread", host_homes="state")
-    elements = sum(home.stripe for home in step.homes)
+    elements = sum(home.shard_size for home in step.homes)
     assert slow.step_seconds == pytest.approx(elements * (16 + 4 + 4) / 1e4, rel=0.15)
 
 
@@ -139,10 +139,12 @@ def test_simulated_lanes_share_the_host_link_in_each_direction(early: bool) -> N
     """On a slow link what passes up takes its time, on whichever lane: states and gradients, and weights for visits."""
     slow = asked(host_rate=1e4, settings=ScheduleSettings(early_updates=early))
     step = step_of(slow, "tawpipe-spread", host_homes="all")
-    elements = sum(home.stripe for home in step.homes)
+    elements = sum(home.shard_size for home in step.homes)
     (program, *_) = build(step).programs
-    raised = sum(step.homes[action.unit].stripe for action in program if action.op is Op.RAISE)
-    added = sum(step.homes[action.unit].stripe for action in program if action.op is Op.ADD and len(action.reads) > 1)
+    raised = sum(step.homes[action.unit].shard_size for action in program if action.op is Op.RAISE)
+    added = sum(
+        step.homes[action.unit].shard_size for action in program if action.op is Op.ADD and len(action.reads) > 1
+    )
     assert predict(slow, step).step_seconds == pytest.approx(4 * (4 * elements + raised + added) / 1e4, rel=0.12)
 
 
@@ -150,7 +152,7 @@ def test_memory_checkpoints_reduce_the_free_host_memory() -> None:
     one = asked(host_gib=1)
     settings = step_of(one, "tawpipe-spread", host_homes="state").settings
     state = state_bytes(one, one.step(settings))
-    assert state == 12 * sum(home.stripe for home in one.step(settings).homes)
+    assert state == 12 * sum(home.shard_size for home in one.step(settings).homes)
     assert _beside(one.machine, one, settings, 4).host_bytes == 2**30 - 4 * state
     cpu = replace(one, machine=replace(one.machine, device=Device("CPU", memory_bytes=2**20)))
     assert _beside(cpu.machine, cpu, settings, 2).device.memory_bytes == 2**20 - 2 * state
@@ -161,7 +163,7 @@ def test_forward_pass_hides_host_home_updates() -> None:
     one = asked(profile=profile(24), model=llama(24))
     plain = step_of(one, "tawpipe-spread", micro_batches_per_visit=2)
     step = step_of(one, "tawpipe-spread", micro_batches_per_visit=2, host_homes="state")
-    elements = sum(home.stripe for home in step.homes)
+    elements = sum(home.shard_size for home in step.homes)
     forward = 2 * sum(block.forward.of(one.size) for block in one.costs.blocks)
     rate = 1.5 * elements * 16 / forward
     hosted = asked(host_rate=rate, profile=profile(24), model=llama(24))
@@ -235,7 +237,7 @@ def test_early_updates_keep_no_gradients_in_the_host() -> None:
         for one, together in ((late, 4), (early, 4), (early, 1))
     )
     step = step_of(late, "tawpipe-spread", host_homes="all")
-    assert kept - once == 4 * sum(home.stripe for home in step.homes)
+    assert kept - once == 4 * sum(home.shard_size for home in step.homes)
     assert once < rounds <= kept  # what has a place on the device for all rounds does not go home, either
 
 

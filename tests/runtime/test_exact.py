@@ -291,12 +291,14 @@ def test_predicted_bytes_of_exact_weights_equal_the_simulation(nodes, local, kin
     saved = sum(size * (1 - trained * 4.4 / 16) for size, trained in sizes) * gone
     assert plain.link_sent_bytes[0] - exact.link_sent_bytes[0] == pytest.approx(saved, rel=0.01)
     assert all(
-        home.stripe * nodes == schedule.buffer_elements(0)[weight_copy(u)] for u, home in enumerate(schedule.homes)
+        home.shard_size * nodes == schedule.buffer_elements(0)[weight_copy(u)] for u, home in enumerate(schedule.homes)
     )
-    messages = max(home.stripe for home in schedule.homes) * 2 * (1 + nodes)
+    messages = max(home.shard_size for home in schedule.homes) * 2 * (1 + nodes)
     more = 2 * sum(schedule.pool_elements(0, kind) - usual.pool_elements(0, kind) for kind in (Kind.WEIGHT, Kind.COPY))
     assert exact.buffer_bytes - plain.buffer_bytes == messages + more
-    assert more <= 2 * nodes * sum(home.stripe for home in schedule.homes[:1] + schedule.homes[-2:])  # used once a step
+    assert more <= 2 * nodes * sum(
+        home.shard_size for home in schedule.homes[:1] + schedule.homes[-2:]
+    )  # used once a step
 
 
 # refusals

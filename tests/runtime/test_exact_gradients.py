@@ -115,7 +115,7 @@ def test_exact_gradient_schedules_verify_and_bytes_equal_the_simulation(nodes, l
         assert node.sent == pytest.approx(link, rel=0.01)
     assert max(said.link_sent_bytes) < max(before.link_sent_bytes)
     more = said.buffer_bytes - before.buffer_bytes  # one message that leaves and one that arrives
-    assert more == 2 * coded_room(max(home.stripe for home in schedule.homes), 4)
+    assert more == 2 * coded_room(max(home.shard_size for home in schedule.homes), 4)
 
 
 def test_exact_gradient_compression_takes_simulated_time():
@@ -123,7 +123,7 @@ def test_exact_gradient_compression_takes_simulated_time():
     plain, coded = (make(llama(4), 2, 1, 4, **how) for how in (usual, EXACT))
     fast = CostModel.timed(layers=4, forward_s=1e-3, backward_s=3e-3, between=LinkModel(1e4), inside=LinkModel(1e9))
     fast = replace(fast, weight_bytes=2, gradient_bytes=4, reduce_scatter="ring")
-    elements = sum(home.stripe for home in coded.homes)
+    elements = sum(home.shard_size for home in coded.homes)
     for each, faster in ((0.0, True), (1e-3, False)):
         clock = replace(fast, coding=CodingTimes(gradient=(each, each)))
         took = [play(schedule, clock).step_seconds for schedule in (plain, coded)]

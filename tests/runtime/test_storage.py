@@ -87,7 +87,7 @@ def test_only_frozen_values_that_bf16_would_round_are_kept_exactly() -> None:
     store, source = stored(0, 1, torch.bfloat16), Numbered()
     store.fill(source, None, 1)
     frozen = store.units[0]
-    assert store.exact == {0} and store.exact_bytes == store.homes[0].stripe * 4
+    assert store.exact == {0} and store.exact_bytes == store.homes[0].shard_size * 4
     assert torch.equal(collected(store, frozen), source.unit(frozen))
     assert torch.equal(store.compute_copy[0], store.master[0].bfloat16())
     rounded = stored(0, 1, torch.bfloat16)

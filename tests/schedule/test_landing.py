@@ -83,7 +83,7 @@ def test_host_weights_are_raised_once_per_visit_while_others_compute() -> None:
     schedule = make(llama(6), 1, 1, 2, host_homes="all", micro_batches_per_visit=2)
     program = schedule.programs[0]
     raised = [action for action in program if action.op is Op.RAISE]
-    layers = [action.unit for action in raised if schedule.homes[action.unit].stripe == 336]
+    layers = [action.unit for action in raised if schedule.homes[action.unit].shard_size == 336]
     assert layers == [1, 2, 3, 4, 5, 6, 4, 3, 2, 1]  # the last two are still there when the backward pass begins
     (places,) = {pool.count for pool in schedule.pools[0] if pool.kind is Kind.WEIGHT and pool.elements == 336}
     assert places == 2

@@ -30,7 +30,7 @@ def placed(world: World, strategy: str) -> dict[int, bool]:
     for unit, home in enumerate(homes):
         if (stripe := home.index(world.rank)) is not None:
             whole = torch.arange(home.padded, dtype=torch.float32) + 1e5 * unit
-            storage.compute_copy[unit].copy_(whole[stripe * home.stripe : (stripe + 1) * home.stripe])
+            storage.compute_copy[unit].copy_(whole[stripe * home.shard_size : (stripe + 1) * home.shard_size])
     stages = build_laps(model, world.topology, 1).homes
     wanted = [[u for u, home in enumerate(stages) if home.index(rank) is not None] for rank in range(world.size)]
     schedule = build_placing(model, world.topology, homes, wanted)

@@ -166,8 +166,8 @@ class Numbers:
             for unit, home in enumerate(schedule.homes):
                 if (i := home.index(rank)) is not None:
                     whole = self.model.initial(unit, home.padded)
-                    own[f"home.w.{unit}"] = whole[i * home.stripe : (i + 1) * home.stripe].copy()
-                    own[f"home.g.{unit}"] = np.full(home.stripe, 999)
+                    own[f"home.w.{unit}"] = whole[i * home.shard_size : (i + 1) * home.shard_size].copy()
+                    own[f"home.g.{unit}"] = np.full(home.shard_size, 999)
             self.buffers.append(own)
             self.held.append({})
             self.norms.append([])

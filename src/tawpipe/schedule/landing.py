@@ -181,7 +181,7 @@ class Raising:
 
     def __init__(self, step: StepSpec) -> None:
         self._homes = step.homes
-        self._sizes = sorted({home.stripe for home in step.homes})
+        self._sizes = sorted({home.shard_size for home in step.homes})
         self.pools: tuple[Pool, ...] = ()
 
     def through(self, program: Sequence[Action]) -> Iterator[Action]:
@@ -226,7 +226,7 @@ class Raising:
             yield _reading(action, {home_weight(unit): held[unit] for unit in units}) if units else action
 
     def _pool(self, unit: int) -> str:
-        return f"B{self._sizes.index(self._homes[unit].stripe)}"
+        return f"B{self._sizes.index(self._homes[unit].shard_size)}"
 
     def _places(self, reads: Sequence[tuple[int, ...]]) -> Counter[str]:
         """Return the number of buffers of each pool: the most that two consecutive entries of ``reads`` need.

@@ -33,7 +33,7 @@ from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, context, home_weight, ids, layer_cache
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.pipelines.layout import Layout
-from tawpipe.schedule.placement import Home, padded_stripe
+from tawpipe.schedule.placement import Home, padded_shard
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec, Strategy
@@ -65,7 +65,7 @@ class Laps(Strategy):
         ranks, placed = topology.group("world", 0), list[Home]()
         for unit in model.units:
             first, *others = ((ranks[place],) for place in self.stages.positions_of(unit.blocks))
-            placed.append(Home(first, padded_stripe(unit.numel, 1), tuple(others)))
+            placed.append(Home(first, padded_shard(unit.numel, 1), tuple(others)))
         return tuple(placed)
 
     def computes(self, step: StepSpec) -> Sequence[Sequence[int]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-STRIPE_ALIGNMENT = 8
+SHARD_ALIGNMENT = 8
 """Elements of which a shard's length is a multiple. Shards then start at multiples of 16 bytes in every dtype, as
 collectives and vector loads need."""
 
@@ -18,13 +18,13 @@ class Home:
 
     Args:
         ranks: global rank of shard 0, 1, ... All shards are equally long and are in this order in the unit.
-        stripe: elements of a shard, including the padding at the unit's end.
+        shard_size: elements of a shard, including the padding at the unit's end.
         replicas: ranks of further copies of the weights, gradient and optimizer state, in the same order. Each copy is
             updated separately with equal numbers. No rank is in two copies.
     """
 
     ranks: tuple[int, ...]
-    stripe: int
+    shard_size: int
     replicas: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -34,15 +34,15 @@ class Home:
         Args:
             ranks: global rank of each shard.
             numel: elements of the unit without padding.
-            multiple: a shard's length is a multiple of this many alignments (``STRIPE_ALIGNMENT``).
+            multiple: a shard's length is a multiple of this many alignments (``SHARD_ALIGNMENT``).
             others: further fields of ``Home``.
         """
-        return cls(ranks, padded_stripe(numel, len(ranks), STRIPE_ALIGNMENT * multiple), **others)
+        return cls(ranks, padded_shard(numel, len(ranks), SHARD_ALIGNMENT * multiple), **others)
 
     @property
     def padded(self) -> int:
         """Elements of the whole unit with its padding."""
-        return self.stripe * len(self.ranks)
+        return self.shard_size * len(self.ranks)
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
@@ -60,14 +60,14 @@ class Home:
         return self._indices.get(rank)
 
 
-def padded_stripe(numel: int, parts: int, multiple: int = STRIPE_ALIGNMENT) -> int:
+def padded_shard(numel: int, parts: int, multiple: int = SHARD_ALIGNMENT) -> int:
     """Return the elements of each of ``parts`` equal shards that hold ``numel`` elements, rounded up to ``multiple``.
 
-    >>> padded_stripe(100, 3)
+    >>> padded_shard(100, 3)
     40
     """
-    stripe = -(-numel // parts)
-    return -(-stripe // multiple) * multiple
+    shard_size = -(-numel // parts)
+    return -(-shard_size // multiple) * multiple
 
 
 ALIKE = 0.01

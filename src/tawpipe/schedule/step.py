@@ -664,12 +664,12 @@ class Schedule:
         """
         units = zip(self.homes, self.model.units, strict=True)
         wanted = (home for home, unit in units if unit.trainable == trainable and (packed or not unit.packed))
-        return sum(home.stripe for home in wanted if home.index(rank) is not None)
+        return sum(home.shard_size for home in wanted if home.index(rank) is not None)
 
     def buffer_elements(self, rank: int) -> dict[Buffer, int]:
         """Return the number of elements of every pool buffer and home buffer of ``rank``."""
         sizes = {buffer: pool.elements for pool in self.pools[rank] for buffer in pool.buffers}
         for unit, home in enumerate(self.homes):
             if home.index(rank) is not None:
-                sizes[home_weight(unit)] = sizes[home_gradient(unit)] = home.stripe
+                sizes[home_weight(unit)] = sizes[home_gradient(unit)] = home.shard_size
         return sizes

@@ -31,9 +31,9 @@ def placed_weights(schedule: Schedule, storage: Storage, transport: Transport) -
         home, here = schedule.homes[unit], storage.compute_copy.get(unit)
         dtype = storage.compute_dtype if here is None else here.dtype
         placed[unit] = torch.empty(home.padded, dtype=dtype, device=storage.device)
-        for stripe, place in enumerate(placed[unit].view(-1, home.stripe)):
-            buffers[pooled(f"W{unit}", stripe)] = place
-            if here is not None and home.index(rank) == stripe:
+        for shard, place in enumerate(placed[unit].view(-1, home.shard_size)):
+            buffers[pooled(f"W{unit}", shard)] = place
+            if here is not None and home.index(rank) == shard:
                 place.copy_(here)
     for action in schedule.programs[rank]:  # each exchange may block; their order prevents deadlock
         transport.exchange(action, buffers)

@@ -50,11 +50,11 @@ class Placing(Strategy):
         A rank gets no shard that it holds already. The source is a holder in the target's node, if there is one."""
         for unit, home in enumerate(self.homes):
             for target in (rank for rank, units in enumerate(self.wanted) if unit in units):
-                for stripe in range(len(home.ranks)):
-                    holders = [copy[stripe] for copy in home.copies]
+                for shard in range(len(home.ranks)):
+                    holders = [copy[shard] for copy in home.copies]
                     near = [rank for rank in holders if topology.node_of(rank) == topology.node_of(target)]
                     if target not in holders:
-                        yield unit, stripe, (near or holders)[0], target
+                        yield unit, shard, (near or holders)[0], target
 
     def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...]:
         """Return (sent, received) of each node: the number of elements that cross its link to other nodes."""
@@ -63,7 +63,7 @@ class Placing(Strategy):
             ends = step.topology.node_of(source), step.topology.node_of(target)
             if ends[0] != ends[1]:
                 for way, node in enumerate(ends):
-                    counts[node][way] += self.homes[unit].stripe
+                    counts[node][way] += self.homes[unit].shard_size
         return tuple(LinkTraffic(sent, received) for sent, received in counts)
 
     def build(self, step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None = None) -> Schedule:
@@ -71,9 +71,9 @@ class Placing(Strategy):
         assert not training, "nothing is trained when weights are placed"
         world = range(step.topology.world_size)
         parts: list[dict[int, list[Transfer]]] = [{} for _ in world]
-        for unit, stripe, source, target in self.moves(step.topology):
+        for unit, shard, source, target in self.moves(step.topology):
             parts[source].setdefault(unit, []).append(Transfer(True, target, unit, home_weight(unit)))
-            parts[target].setdefault(unit, []).append(Transfer(False, source, unit, pooled(f"W{unit}", stripe)))
+            parts[target].setdefault(unit, []).append(Transfer(False, source, unit, pooled(f"W{unit}", shard)))
         moved = lambda transfers: exchange(Lane.INTER_W, tuple(transfers), "world")  # noqa: E731
         programs = tuple(tuple(moved(transfers) for _, transfers in sorted(part.items())) for part in parts)
         pools = tuple(tuple(self._pools(program)) for program in programs)
@@ -85,7 +85,7 @@ class Placing(Strategy):
         The pool has a place for every shard of the unit. Places of shards that are not received stay unused."""
         for unit in dict.fromkeys(buffer.pool for action in program for buffer in action.writes):
             home = self.homes[int(unit[1:])]
-            yield Pool(unit, Kind.WEIGHT, len(home.ranks), home.stripe)
+            yield Pool(unit, Kind.WEIGHT, len(home.ranks), home.shard_size)
 
 
 def build_placing(

@@ -328,7 +328,7 @@ class Player:
         elif action.op is Op.BACKWARD_WEIGHT:
             work = costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.UPDATE:
-            work = costs.update_seconds(rank, self.schedule.homes[action.unit].stripe, action.unit)
+            work = costs.update_seconds(rank, self.schedule.homes[action.unit].shard_size, action.unit)
         elif action.op is Op.ADD:
             work = costs.add_s * self.transfers.elements(rank, action.writes[0])
         elif action.op in (Op.OFFLOAD, Op.RELOAD):

@@ -246,7 +246,7 @@ class Transfers:
             self._collectives[key] = Load((), 2 * furthest + counted * self.cost_model.coding.count)
         return self._collectives[key]
 
-    def _coded(self, load: Load, stripe: int, members: int, *, weights: bool) -> Load:
+    def _coded(self, load: Load, shard_size: int, members: int, *, weights: bool) -> Load:
         """Return ``load`` with the time for lossless coding added.
 
         Changes of weights are coded before they are sent and decoded after they arrive. Gradients are coded part by
@@ -254,16 +254,16 @@ class Transfers:
 
         Args:
             load: load without coding.
-            stripe: elements of one shard.
+            shard_size: elements of one shard.
             members: number of members.
             weights: True for weights, False for gradients.
         """
         if weights:
             write, read = self.cost_model.coding.change
-            return replace(load, delay_s=load.delay_s + stripe * (write + (members - 1) * read))
+            return replace(load, delay_s=load.delay_s + shard_size * (write + (members - 1) * read))
         each = sum(self.cost_model.coding.gradient)
-        first = min(stripe, CODED_PART) * each
-        return replace(load, delay_s=load.delay_s + first, least_s=(members - 1) * stripe * each)
+        first = min(shard_size, CODED_PART) * each
+        return replace(load, delay_s=load.delay_s + first, least_s=(members - 1) * shard_size * each)
 
     def _width(self, compression: str, *, weights: bool) -> float:
         """Return the bytes of an element that travels."""

@@ -264,7 +264,7 @@ def state_bytes(request: PlanRequest, step: StepSpec) -> int:
         if unit.trainable:
             gradient = widths.master + (widths.weight if widths.weight != widths.master else 0)
             for rank in home.ranks:
-                most[rank] += home.stripe * (widths.at_home(number, trainable=True) - gradient)
+                most[rank] += home.shard_size * (widths.at_home(number, trainable=True) - gradient)
     return round(max(most.values(), default=0))
 
 

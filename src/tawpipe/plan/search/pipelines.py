@@ -205,11 +205,13 @@ def _of_units(request: PlanRequest, step: StepSpec, positions: Positions) -> lis
                 of_blocks[-1] += home.padded * (widths.weight + widths.gradient * unit.trainable)
                 continue
             seen.add(number)
-            of_blocks[-1] += home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+            of_blocks[-1] += home.shard_size * widths.on_device(
+                number, step.settings.host_homes, trainable=unit.trainable
+            )
             if unit.trainable:  # each further block of a tied unit needs a receive buffer for its gradient
                 of_blocks[-1] += (len(unit.blocks) - 1) * home.padded * widths.gradient
             if positions.replicas > 1:  # replicas gather weights and sum gradients
-                summed = (home.padded + home.stripe) * widths.gradient if unit.trainable else 0
+                summed = (home.padded + home.shard_size) * widths.gradient if unit.trainable else 0
                 of_blocks[-1] += home.padded * widths.weight + summed
     return of_blocks
 
@@ -238,7 +240,7 @@ def _besides(request: PlanRequest, schedule: Schedule) -> float:
     in host memory pass."""
     step, widths, parts = schedule.step, request.widths, memory_of(request, schedule).parts
     at_home = [
-        home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+        home.shard_size * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
         for number, (home, unit) in enumerate(zip(step.homes, step.model.units, strict=True))
     ]
     rooms = max(

@@ -200,8 +200,8 @@ class Storage:
     def _zeros(self, home: Home, dtype: torch.dtype, *, outside: bool) -> Tensor:
         """Allocate a zeroed shard, in CPU memory if ``outside`` is True, else on the device."""
         if outside:
-            return self.host_zeros((home.stripe,), dtype)
-        return torch.zeros(home.stripe, dtype=dtype, device=self.device)
+            return self.host_zeros((home.shard_size,), dtype)
+        return torch.zeros(home.shard_size, dtype=dtype, device=self.device)
 
     def host_zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Allocate zeros in CPU memory for a home, page-locked if the device is a GPU."""
@@ -219,7 +219,7 @@ class Storage:
     def _cut(self, unit: Unit) -> Iterator[HomePiece]:
         """Yield the pieces of a unit's parameters that lie in the shard on this rank."""
         home = self.homes[unit.index]
-        index, length = home.index(self.rank), home.stripe
+        index, length = home.index(self.rank), home.shard_size
         assert index is not None
         if unit.packing is not None:
             yield from self._cut_bytes(unit.packing, self.master[unit.index].view(torch.uint8), index)
@@ -240,13 +240,13 @@ class Storage:
             yield HomePiece(**vars(piece), value=value)
 
     @staticmethod
-    def _cut_bytes(packing: Packing, stripe: Tensor, index: int) -> Iterator[HomePiece]:
+    def _cut_bytes(packing: Packing, shard: Tensor, index: int) -> Iterator[HomePiece]:
         """Yield the pieces of a packed unit, each parameter being a vector of bytes."""
-        begin = index * len(stripe)
+        begin = index * len(shard)
         for slot, place in zip(packing.slots, packing.places, strict=True):
-            first, last = max(place.begin, begin), min(place.end, begin + len(stripe))
+            first, last = max(place.begin, begin), min(place.end, begin + len(shard))
             if first < last:
-                shape, value = (place.end - place.begin,), stripe[first - begin : last - begin]
+                shape, value = (place.end - place.begin,), shard[first - begin : last - begin]
                 yield HomePiece(slot.name, shape, first - place.begin, value=value)
 
     @property
@@ -297,7 +297,7 @@ class Storage:
         held: dict[int, int] = {}
         for unit in self.exact:
             for rank in {rank for ranks in self.homes[unit].copies for rank in ranks}:
-                held[rank] = held.get(rank, 0) + self.homes[unit].stripe * self.master_dtype.itemsize
+                held[rank] = held.get(rank, 0) + self.homes[unit].shard_size * self.master_dtype.itemsize
         return max(held.values(), default=0)
 
     def is_first_copy(self, unit: int) -> bool:
@@ -344,18 +344,18 @@ class Storage:
                     ahead = read_next()
                     works = []
                     for ranks in home.copies:
-                        for stripe, rank in zip(flat.view(-1, home.stripe), ranks, strict=True):
+                        for shard, rank in zip(flat.view(-1, home.shard_size), ranks, strict=True):
                             if rank == self.rank:
-                                self._put(unit.index, stripe)
+                                self._put(unit.index, shard)
                             else:
-                                works.append(dist.isend(stripe, rank, group=world))
+                                works.append(dist.isend(shard, rank, group=world))
                     for work in works:
                         assert work is not None
                         work.wait()
                 elif home.index(self.rank) is not None:
-                    stripe = torch.empty(home.stripe, dtype=self._dtype_of(unit), device="cpu")
-                    dist.recv(stripe, root, group=world)
-                    self._put(unit.index, stripe)
+                    shard = torch.empty(home.shard_size, dtype=self._dtype_of(unit), device="cpu")
+                    dist.recv(shard, root, group=world)
+                    self._put(unit.index, shard)
         self.settle(world)
 
     def _dtype_of(self, unit: Unit) -> torch.dtype:
@@ -373,14 +373,14 @@ class Storage:
             unit.packing.pack(values, flat)
         return flat
 
-    def _put(self, unit: int, stripe: Tensor) -> None:
+    def _put(self, unit: int, shard: Tensor) -> None:
         """Copy a shard into the master and the compute copy of a unit's home on this rank.
 
         If the master's dtype would round the values, ``widen`` first makes a master in CPU memory that holds them
         exactly."""
-        if not self._is_packed(unit) and not torch.equal(stripe.to(self.master[unit].dtype).to(stripe.dtype), stripe):
+        if not self._is_packed(unit) and not torch.equal(shard.to(self.master[unit].dtype).to(shard.dtype), shard):
             self.widen(unit)
-        self.master[unit].copy_(stripe)
+        self.master[unit].copy_(shard)
         self.refresh(unit)
 
     @torch.no_grad()
@@ -409,12 +409,12 @@ class Storage:
                 dist.send(local_shard, to, group=world)
             return None
         flat = torch.empty(home.padded, dtype=dtype, device="cpu")
-        for stripe, rank in zip(flat.view(-1, home.stripe), home.ranks, strict=True):
+        for shard, rank in zip(flat.view(-1, home.shard_size), home.ranks, strict=True):
             if rank == self.rank:
                 assert local_shard is not None
-                stripe.copy_(local_shard)
+                shard.copy_(local_shard)
             else:
-                dist.recv(stripe, rank, group=world)
+                dist.recv(shard, rank, group=world)
         if unit.packing is None:
             return flat[: unit.numel]
         values = torch.empty(unit.numel, dtype=self.master_dtype, device="cpu")

@@ -311,11 +311,11 @@ class Streaming:
         """Return the home gradient of the piece with index ``place``."""
         return self._same_place(unit, place, self._storage.gradient[unit])
 
-    def _same_place(self, unit: int, place: int, stripe: Tensor) -> Tensor:
-        """Return the slice of ``stripe`` with this piece's offset and length in the unit's master weights."""
+    def _same_place(self, unit: int, place: int, shard: Tensor) -> Tensor:
+        """Return the slice of ``shard`` with this piece's offset and length in the unit's master weights."""
         value = self._pieces[unit][place].value
         begin = value.storage_offset() - self._storage.master[unit].storage_offset()
-        return stripe[begin : begin + value.numel()]
+        return shard[begin : begin + value.numel()]
 
     def _pass(
         self,

@@ -420,16 +420,16 @@ class Transport:
         """
         members = self.topology.group(action.group, self.rank)
         size, here, scratch = len(members), members.index(self.rank), self._scratch[action.lane]
-        stripe = min(source.numel(), target.numel())
+        shard_size = min(source.numel(), target.numel())
         if action.collective == "all_gather":
-            local_message, *all_of_them = scratch.take([stripe] * (1 + size), action.compression)
+            local_message, *all_of_them = scratch.take([shard_size] * (1 + size), action.compression)
             encode(source, action.compression, local_message)
             self._gather_messages(local_message, size, group)
             for piece, message in zip(target.view(size, -1), all_of_them, strict=True):
                 decode(message, action.compression, piece)
             return
         pieces = source.view(size, -1)
-        messages = scratch.take([stripe] * (2 * size), action.compression)
+        messages = scratch.take([shard_size] * (2 * size), action.compression)
         leaving, arriving = messages[:size], messages[size:]
         for piece, message in zip(pieces, leaving, strict=True):
             encode(piece, action.compression, message)

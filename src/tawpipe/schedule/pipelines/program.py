@@ -44,7 +44,7 @@ from tawpipe.schedule.pipelines.links import Listed
 from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work, play
-from tawpipe.schedule.placement import Home, padded_stripe
+from tawpipe.schedule.placement import Home, padded_shard
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.step_end import StepEnd
@@ -121,7 +121,7 @@ class PipelineShape:
         homes = []
         for unit, (first, *_) in zip(self.model.units, self.users, strict=True):
             ranks = self.positions.holders(first)
-            homes.append(Home(ranks, padded_stripe(unit.numel, len(ranks))))
+            homes.append(Home(ranks, padded_shard(unit.numel, len(ranks))))
         return tuple(homes)
 
     @cached_property
@@ -270,7 +270,7 @@ class _StageProgram:
         """Return the pools of the buffers that the program uses."""
         pools = []
         for unit in self.units:
-            padded, stripe, trained = self.homes[unit].padded, self.homes[unit].stripe, unit in self.trained
+            padded, shard_size, trained = self.homes[unit].padded, self.homes[unit].shard_size, unit in self.trained
             if not self._is_home(unit):
                 pools.append(Pool(f"W{unit}", Kind.WEIGHT, 1, padded))
                 if trained:
@@ -278,7 +278,7 @@ class _StageProgram:
             if trained and (others := self._others(unit)):
                 pools.append(Pool(f"A{unit}", Kind.GRADIENT, len(others), padded))
             if trained and self.several and unit in self.homed:
-                pools.append(Pool(f"R{unit}", Kind.GRADIENT, 1, stripe))
+                pools.append(Pool(f"R{unit}", Kind.GRADIENT, 1, shard_size))
         return tuple(pools)
 
     # the program

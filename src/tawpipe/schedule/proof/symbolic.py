@@ -38,7 +38,7 @@ class Content:
     Args:
         kind: ``w`` weights, ``g`` gradients, ``m`` gradients that an update has scaled to gradients of the mean loss.
         unit: index of the unit.
-        stripes: indices of the unit's shards, in order.
+        shards: indices of the unit's shards, in order.
         version: for weights the number of updates before; for gradients the step.
         parts: for gradients the (block, micro-batch) pairs that are summed. In a context-parallel group a pair also has
             the rank's position in the group, and a layer has a second set of pairs for its keys and values.
@@ -46,7 +46,7 @@ class Content:
 
     kind: str
     unit: int
-    stripes: tuple[int, ...]
+    shards: tuple[int, ...]
     version: int = 0
     parts: frozenset[tuple[int, ...]] = frozenset()
 
@@ -161,7 +161,7 @@ class Contents:
         Raises:
             ScheduleError: the size or kind of the buffer does not fit the content.
         """
-        elements = len(content.stripes) * self.schedule.homes[content.unit].stripe
+        elements = len(content.shards) * self.schedule.homes[content.unit].shard_size
         if (size := self._sizes[running.rank][buffer]) != elements:
             raise ScheduleError(f"writes {elements} elements into {buffer}, which has {size}: {running}")
         if buffer.is_weight != (content.kind == "w"):
@@ -177,16 +177,16 @@ class Contents:
         together: set[tuple[int, ...]] = set()
         first = parts[0]
         for content in parts:
-            if content.kind != "g" or (content.unit, content.stripes, content.version) != (
+            if content.kind != "g" or (content.unit, content.shards, content.version) != (
                 first.unit,
-                first.stripes,
+                first.shards,
                 first.version,
             ):
                 raise ScheduleError(f"adds {content} to {first}: {running}")
             if together & content.parts:
                 raise ScheduleError(f"counts {min(together & content.parts)} (block, micro-batch) twice: {running}")
             together |= content.parts
-        return Content("g", first.unit, first.stripes, first.version, frozenset(together))
+        return Content("g", first.unit, first.shards, first.version, frozenset(together))
 
     # between ranks
 
@@ -237,18 +237,18 @@ class Contents:
             if (content.kind, content.unit, content.version) != (kind, action.unit, contents[0].version):
                 raise ScheduleError(f"a member brings {content}: {part}")
         if action.collective == "all_gather":
-            stripes = tuple(stripe for content in contents for stripe in content.stripes)
-            outputs = [Content("w", action.unit, stripes, contents[0].version)] * len(parts)
+            shards = tuple(shard for content in contents for shard in content.shards)
+            outputs = [Content("w", action.unit, shards, contents[0].version)] * len(parts)
         elif action.collective == "broadcast":
             outputs = contents * len(parts)
         else:
             total = self._sum(contents, parts[0])
             outputs = [total] * len(parts)
             if action.collective == "reduce_scatter":
-                size, rest = divmod(len(total.stripes), len(parts))
+                size, rest = divmod(len(total.shards), len(parts))
                 if rest:
-                    raise ScheduleError(f"{len(total.stripes)} stripes do not divide: {parts[0]}")
-                cuts = [total.stripes[i * size : (i + 1) * size] for i in range(len(parts))]
+                    raise ScheduleError(f"{len(total.shards)} stripes do not divide: {parts[0]}")
+                cuts = [total.shards[i * size : (i + 1) * size] for i in range(len(parts))]
                 outputs = [Content("g", total.unit, cut, total.version, total.parts) for cut in cuts]
         for part, output in zip(parts, outputs, strict=True):
             for name in part.action.writes:
@@ -343,9 +343,9 @@ class Contents:
 
     def _gradient(self, unit: int, running: Running, *parts: tuple[int, ...]) -> Content:
         """Return a gradient of ``unit`` that contains the contributions ``parts``."""
-        return Content("g", unit, self._stripes(unit), running.step, frozenset(parts))
+        return Content("g", unit, self._shards(unit), running.step, frozenset(parts))
 
-    def _stripes(self, unit: int) -> tuple[int, ...]:
+    def _shards(self, unit: int) -> tuple[int, ...]:
         """Return the indices of all shards of ``unit``."""
         return tuple(range(len(self.schedule.homes[unit].ranks)))
 
@@ -359,7 +359,7 @@ class Contents:
         step = self.schedules[running.step].step
         ranks = step.ranks_of(action.micro_batch)
         for unit, name in zip(block.units, action.weights, strict=False):  # a backward pass may read no weights
-            whole = Content("w", unit, self._stripes(unit), self._version(unit, running.step))
+            whole = Content("w", unit, self._shards(unit), self._version(unit, running.step))
             if (content := self._read(name, running)) != whole:
                 raise ScheduleError(f"needs {whole}, finds {content} in {name}: {running}")
         if action.op not in (Op.FORWARD, Op.KEYS):
@@ -481,9 +481,9 @@ class Contents:
             ScheduleError: contributions are missing, or the content is another one.
         """
         content = self._read(home, running)
-        stripes = (self.schedule.homes[unit].index(running.rank) or 0,)
+        shards = (self.schedule.homes[unit].index(running.rank) or 0,)
         everything = self._everything[id(self.schedules[running.step])][unit]
-        expected = Content(kind, unit, stripes, running.step, everything)
+        expected = Content(kind, unit, shards, running.step, everything)
         if content != expected:
             if missing := sorted(expected.parts - content.parts):
                 lacks = f"{len(missing)} of {len(expected.parts)} (block, micro-batch) pairs, the first {missing[0]}"
@@ -505,7 +505,7 @@ class Contents:
         source = next(buffer for buffer in running.action.reads if buffer.is_gradient)
         self._expect_complete(running, source, unit)
         content = self._read(weights, running)
-        self._write(weights, Content("w", unit, content.stripes, content.version + 1), running)
+        self._write(weights, Content("w", unit, content.shards, content.version + 1), running)
         if self._early:
             self.held[rank][gradient] = replace(self.held[rank][source], kind="m")
         else:  # also scaled by the clipping factor, so it is not usable
@@ -540,10 +540,10 @@ class Contents:
             ScheduleError: a shard is missing.
         """
         home = self.schedule.homes[unit]
-        for stripe in range(len(home.ranks)):
-            content = self.held[rank].get(pooled(f"W{unit}", stripe))
-            if home.index(rank) != stripe and content != Content("w", unit, (stripe,)):
-                raise ScheduleError(f"rank {rank} ends with {content} for stripe {stripe} of unit {unit}")
+        for shard in range(len(home.ranks)):
+            content = self.held[rank].get(pooled(f"W{unit}", shard))
+            if home.index(rank) != shard and content != Content("w", unit, (shard,)):
+                raise ScheduleError(f"rank {rank} ends with {content} for stripe {shard} of unit {unit}")
 
 
 def _everything(schedule: Schedule) -> dict[int, frozenset[tuple[int, ...]]]:

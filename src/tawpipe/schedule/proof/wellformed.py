@@ -187,8 +187,8 @@ class _Checker:
     def _at_home_already(self) -> set[Buffer]:
         """Return the pool buffers that may be unused, because their shards are at home on this rank."""
         units = self.schedule.placed[self.rank] if self.schedule.placed else ()
-        stripes = ((unit, self.schedule.homes[unit].index(self.rank)) for unit in units)
-        return {pooled(f"W{unit}", stripe) for unit, stripe in stripes if stripe is not None}
+        shards = ((unit, self.schedule.homes[unit].index(self.rank)) for unit in units)
+        return {pooled(f"W{unit}", shard) for unit, shard in shards if shard is not None}
 
     def _compute(self, action: Action) -> Iterator[str]:
         """Yield the faults of an action that computes: its lane, block, activations, weights or gradients."""

@@ -85,7 +85,7 @@ class CollectiveRoute(Route):
 
         Yields nothing if the whole unit is still here from an earlier visit. Hops up to ``kept`` are left out if the
         device still has its shard."""
-        source, elements = home_weight(unit), self.homes[unit].stripe
+        source, elements = home_weight(unit), self.homes[unit].shard_size
         if held := self.holds(index, unit):
             source = self.resident[unit]
         stays = not held and self.residency.holds_slice(index, unit)

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from tawpipe.errors import UserError
 from tawpipe.schedule.link_traffic import LinkTraffic
-from tawpipe.schedule.placement import Home, padded_stripe
+from tawpipe.schedule.placement import Home, padded_shard
 from tawpipe.schedule.refusal import LeastLayers
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec
@@ -94,7 +94,7 @@ def place_on_ring(model: ModelSpec, topology: Topology) -> tuple[Home, ...]:
     """
     ranks = topology.group("world", 0)
     stages = stages_of_blocks(model, len(ranks))
-    return tuple(Home((ranks[-stages[u.blocks[0]] % len(ranks)],), padded_stripe(u.numel, 1)) for u in model.units)
+    return tuple(Home((ranks[-stages[u.blocks[0]] % len(ranks)],), padded_shard(u.numel, 1)) for u in model.units)
 
 
 @dataclass(frozen=True)

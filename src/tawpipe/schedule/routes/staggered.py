@@ -100,7 +100,7 @@ class ExchangeRoute(Route):
         if self.residency.slices is None:
             buffer = self._full_buffer(index, unit)
         else:
-            buffer = self._slice_buffer(index, unit, self.homes[unit].stripe)
+            buffer = self._slice_buffer(index, unit, self.homes[unit].shard_size)
         self._arrived[index, unit] = buffer
         return buffer
 
@@ -114,7 +114,7 @@ class ExchangeRoute(Route):
         if self._home_node(unit) == self.node:
             return home_weight(unit)
         if self.residency.holds_slice(index, unit):
-            return self._slice_buffer(index, unit, self.homes[unit].stripe)
+            return self._slice_buffer(index, unit, self.homes[unit].shard_size)
         return self._arrived.pop((index, unit))
 
     def _gather(self, index: int, unit: int) -> Iterator[Action]:
@@ -190,7 +190,7 @@ class ExchangeRoute(Route):
             target, collective, root = source, "reduce", carriers[0]
             if not self._whole:
                 target, collective, root = (
-                    self._gradient_buffer("H", unit, self.homes[unit].stripe),
+                    self._gradient_buffer("H", unit, self.homes[unit].shard_size),
                     "reduce_scatter",
                     -1,
                 )
@@ -212,7 +212,7 @@ class ExchangeRoute(Route):
         elif self.rank in self.homes[unit].ranks:
             yield self._add_home(unit, source, Lane.REDUCE)
         else:
-            yield self._sum_up(unit, source, self.homes[unit].stripe)
+            yield self._sum_up(unit, source, self.homes[unit].shard_size)
             if index == self.pushes[unit][-1]:
                 self._leaving[index, unit] = self.sums[unit]
 
@@ -264,7 +264,7 @@ class ExchangeRoute(Route):
                 transfers.append(Transfer(True, target, unit, self._leaving.pop((index, unit))))
             elif target == self.rank:
                 limit = max(self.settings.gradient_buffers, self._arrivals[self.pools.size_class(unit)])
-                elements = self.homes[unit].stripe
+                elements = self.homes[unit].shard_size
                 buffer = self.pools.take("R", unit, elements=elements, limit=limit)
                 transfers.append(Transfer(False, source, unit, buffer))
                 additions.append((unit, buffer))

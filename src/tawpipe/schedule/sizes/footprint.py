@@ -374,15 +374,17 @@ def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]
     for number, (home, unit) in enumerate(zip(schedule.homes, schedule.model.units, strict=True)):
         if home.index(rank) is None:
             continue
-        on_device += home.stripe * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
+        on_device += home.shard_size * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
         if not step.homes_in_host or not (unit.trainable or copies):
             continue
         gradient = number not in passing
-        in_host += home.stripe * widths.host(number, trainable=unit.trainable, copies=copies, gradient=gradient)
+        in_host += home.shard_size * widths.host(number, trainable=unit.trainable, copies=copies, gradient=gradient)
         if unit.trainable:
             different = widths.weight != widths.master
-            several |= home.stripe > min(widths.slice, SLICE)  # a unit whose matrices pass whole has several portions
-            elements = max(elements, min(home.stripe, widths.slice))
+            several |= home.shard_size > min(
+                widths.slice, SLICE
+            )  # a unit whose matrices pass whole has several portions
+            elements = max(elements, min(home.shard_size, widths.slice))
             tensors = ceil(widths.state(number) / widths.master)
             width = max(width, tensors * widths.master + (widths.weight if copies and different else 0))
     return ceil(on_device) + (ROOMS if several else 1) * elements * width, ceil(in_host)

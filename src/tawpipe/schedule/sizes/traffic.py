@@ -87,8 +87,8 @@ def scratch_bytes(schedule: Schedule, rank: int, gradient_bytes: int = 4) -> int
         else:
             members = len(schedule.topology.group(action.group, rank))
             gathers = action.collective == "all_gather"
-            stripe = sizes[action.reads[0] if gathers else action.writes[0]]
-            message = compressed_bytes(stripe, action.compression)
+            shard_size = sizes[action.reads[0] if gathers else action.writes[0]]
+            message = compressed_bytes(shard_size, action.compression)
             needed = message * (1 + members if gathers else 2 * members)
         most[action.lane] = max(most.get(action.lane, 0), needed)
     return sum(most.values())

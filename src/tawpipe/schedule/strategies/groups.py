@@ -213,7 +213,7 @@ class Grouped(WeightStrategy):
             if b > topology.local_size and (back or b <= sizes.state):
                 copies = b > sizes.state
                 # In a ring of b / a nodes a rank sends all shards but its own, twice in an all-reduce.
-                each = 2 * home.stripe * a // b if copies else home.padded // b
+                each = 2 * home.shard_size * a // b if copies else home.padded // b
                 yield b, topology.local_size * (b // a - 1) * each
 
     def traffic(self, step: StepSpec, *, training: bool) -> tuple[LinkTraffic, ...] | None:

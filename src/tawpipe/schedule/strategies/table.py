@@ -21,7 +21,7 @@ from tawpipe.schedule.pipelines.strategy import Interleaved, OneForwardOneBackwa
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies.groups import Grouped
-from tawpipe.schedule.strategies.weights import Flat, Hybrid, Spread, Step, Striped, WeiPipe, Whole
+from tawpipe.schedule.strategies.weights import Flat, Hybrid, NodeSharded, Spread, Step, WeiPipe, Whole
 
 STRATEGIES: dict[str, Strategy] = {}
 """Name -> strategy, in the order in which strategies are listed everywhere."""
@@ -33,7 +33,7 @@ def register(strategy: Strategy) -> Strategy:
     return strategy
 
 
-for _strategy in (Spread(), Step(), Striped(), Whole(), Flat(), Hybrid(), Grouped(), WeiPipe()):
+for _strategy in (Spread(), Step(), NodeSharded(), Whole(), Flat(), Hybrid(), Grouped(), WeiPipe()):
     register(_strategy)
 for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), SolvedPipeline()):
     register(_strategy)

@@ -86,7 +86,7 @@ class Step(Spread):
     defaults = {"step_cache": "all", "gradients_scope": "step"}
 
 
-class Striped(Spread):
+class NodeSharded(Spread):
     """TawPipe with every unit sharded over the devices of one node: staggered sends, then gathers inside nodes."""
 
     name = "tawpipe-striped"
@@ -124,7 +124,7 @@ class Striped(Spread):
         return ()
 
 
-class Whole(Striped):
+class Whole(NodeSharded):
     """TawPipe as in its paper (AAAI 2026): a unit is whole on one device.
 
     The unit is sent to one device of every other node, which broadcasts it.
