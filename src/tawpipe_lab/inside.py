@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tawpipe.runtime.transport.ahead import Ahead, Begun
+from tawpipe.runtime.transport.early_transfers import Begun, EarlyTransfers
 from tawpipe.schedule.actions import Action
 from tawpipe_lab.sleeper import HostLink
 
@@ -19,7 +19,7 @@ LITTLE = 16
 """Number of elements per piece that really travel."""
 
 
-class SleptInside(Ahead):
+class SleptInside(EarlyTransfers):
     """Transfers between ranks, with collectives inside a node replaced by short messages and sleeping.
 
     In an all-gather or reduce-scatter inside a node, the ranks wait for each other with messages of ``LITTLE`` elements

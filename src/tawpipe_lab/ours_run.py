@@ -354,7 +354,7 @@ class _MeasuredTransport(Transport):
 
     def sleep_inside(self, link: HostLink) -> None:
         """Make collectives inside a node sleep for their time on ``link``. Call it before any transfer has begun."""
-        self.ahead = SleptInside(self.topology, self.rank, self._groups, link=link, strict=self.strict)
+        self.early_transfers = SleptInside(self.topology, self.rank, self._groups, link=link, strict=self.strict)
 
     collective = _noted(Transport.collective)
     together = _noted(Transport.together)

@@ -15,8 +15,8 @@ def test_groups_strategy_is_evaluated_only_where_it_may_win():
     request = plan_request()
     way = Grouped("1n/1n/1n")
     assert "needs more memory" in _behind(request, way, Outlook())
-    assert _behind(request, way, Outlook(ahead=1e9)) == ""
-    assert "computing and links alone take" in _behind(request, way, Outlook(ahead=1e-9))
+    assert _behind(request, way, Outlook(best_s=1e9)) == ""
+    assert "computing and links alone take" in _behind(request, way, Outlook(best_s=1e-9))
 
 
 @pytest.mark.slow

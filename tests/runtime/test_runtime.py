@@ -24,7 +24,7 @@ from tawpipe.runtime.transport.transport import needed_groups
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import context
-from tawpipe.schedule.sizes.footprint import MOST_AHEAD
+from tawpipe.schedule.sizes.footprint import MOST_EARLY
 from tawpipe.topology import Topology
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "qwen3_moe", "mistral", "granite", "cohere"]
@@ -236,7 +236,7 @@ def test_groups_are_made_and_used_before_the_first_step(pool):
 
 @pytest.mark.parametrize("knobs", [{"strategy": "tawpipe-spread"}, {"strategy": "1f1b", "stages": "nodes"}], ids=str)
 def test_slow_lane_begins_few_actions_ahead(pool, knobs):
-    assert 1 < max(pool.run("cases:begun_ahead", 2, 1, slow="INTER_W", **knobs)) <= MOST_AHEAD
+    assert 1 < max(pool.run("cases:begun_ahead", 2, 1, slow="INTER_W", **knobs)) <= MOST_EARLY
 
 
 def test_lane_inside_a_node_begins_no_action_ahead(pool):

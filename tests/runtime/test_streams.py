@@ -24,7 +24,7 @@ from tawpipe.runtime.compute import moves, rows
 from tawpipe.runtime.homes import slices, streaming
 from tawpipe.runtime.homes.named_optimizers import BY_NAME
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.sizes.footprint import BlockMemory, held_apart, posted_ahead
+from tawpipe.schedule.sizes.footprint import BlockMemory, early_receive_bytes, held_apart
 from tawpipe.schedule.strategies.table import strategies
 from toy_allocator import FAR_AHEAD, Bytes, ToyAllocator
 
@@ -357,5 +357,5 @@ def test_plan_counts_messages_that_gloo_posts_ahead():
     middle, weights = (make(llama(8), 4, 1, 8, strategy=name) for name in ("1f1b", "tawpipe-spread"))
     for size, ahead in ((1000, 15), (4 << 20, 3), (1 << 30, 1)):
         sizes: dict[Kind, int] = {Kind.INPUT: size, Kind.INPUT_GRADIENT: size}
-        assert [posted_ahead(middle, rank, sizes) for rank in (0, 1)] == [ahead * size, 2 * ahead * size]
-        assert posted_ahead(weights, 1, sizes) == 0
+        assert [early_receive_bytes(middle, rank, sizes) for rank in (0, 1)] == [ahead * size, 2 * ahead * size]
+        assert early_receive_bytes(weights, 1, sizes) == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from schedules import llama, make
-from tawpipe.runtime.transport.ahead import Ahead
+from tawpipe.runtime.transport.early_transfers import EarlyTransfers
 from tawpipe.runtime.transport.transport import Transport, TransportError, needed_groups
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
@@ -43,7 +43,7 @@ def collective(which: str, lane: Lane, group: str, *, root: int = -1, source: Bu
 
 def test_compressed_or_sequence_messages_do_not_begin_ahead() -> None:
     lanes = {(lane, "node"): cast(Any, None) for lane in (Lane.GATHER, Lane.SEQ)}
-    ahead = Ahead(Topology.grid(1, 2), 0, lanes, strict=False)
+    ahead = EarlyTransfers(Topology.grid(1, 2), 0, lanes, strict=False)
     gather = collective("all_gather", Lane.GATHER, "node")
     assert ahead.does(gather) and ahead.begins(gather)
     assert not ahead.does(replace(gather, compression="int8")) and not ahead.does(replace(gather, group="rail"))
@@ -58,11 +58,11 @@ def test_message_waits_with_the_last_set_timeout(monkeypatch: pytest.MonkeyPatch
     for move in ("isend", "irecv"):
         monkeypatch.setattr(f"torch.distributed.{move}", lambda *_, **__: work)
     alone = Transport(Topology.grid(1, 1), 0, [], device=torch.device("cpu"), strict=True)
-    alone.topology = alone.ahead._topology = Topology.grid(2, 1)  # type: ignore[union-attr]
+    alone.topology = alone.early_transfers._topology = Topology.grid(2, 1)  # type: ignore[union-attr]
     alone._groups[Lane.INTER_W, "world"] = cast(Any, None)
     gather = collective("all_gather", Lane.INTER_W, "world")
     monkeypatch.setattr("tawpipe.runtime.transport.transport.set_group_timeout", lambda *_: None)
-    monkeypatch.setattr("tawpipe.runtime.transport.ahead.compare_headers", lambda *_: None)
+    monkeypatch.setattr("tawpipe.runtime.transport.early_transfers.compare_headers", lambda *_: None)
     alone.set_timeout(timedelta(hours=3))
     alone.collective(gather, {A: torch.zeros(2), B: torch.zeros(4)})
     alone._wait(cast(Any, work))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pool import WorkerPool
-from tawpipe.runtime.transport.ahead import Ahead
+from tawpipe.runtime.transport.early_transfers import EarlyTransfers
 from tawpipe.runtime.transport.transport import UNUSED_TAG
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.buffers import pooled
@@ -41,7 +41,7 @@ def test_messages_of_different_counters_never_share_a_tag(monkeypatch: pytest.Mo
     sent = exchange(Lane.INTER_G, (Transfer(True, 1, 0, pooled("G", 0)),), "world")
     tags: set[int] = set()
     monkeypatch.setattr(dist, "isend", lambda *_, tag, **__: tags.add(tag) or 0)
-    ahead = Ahead(Topology.grid(2, 1), 0, {(Lane.INTER_G, "world"): Mock()}, strict=True)
+    ahead = EarlyTransfers(Topology.grid(2, 1), 0, {(Lane.INTER_G, "world"): Mock()}, strict=True)
     used = list[set[int]]()
     for action in (norm, ring, sent):
         for number in range(600):

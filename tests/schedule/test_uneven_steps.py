@@ -106,6 +106,6 @@ def test_shared_message_counter_is_refused_if_the_next_step_has_fewer_rows(monke
 def test_shared_message_counter_of_both_directions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = make(llama(3), 3, 1, 3, strategy="weipipe")
     verify(schedule)
-    monkeypatch.setattr(Action, "counter", lambda action, *_: (action.lane, action.group, action.begins_ahead))
+    monkeypatch.setattr(Action, "counter", lambda action, *_: (action.lane, action.group, action.begins_early))
     with pytest.raises(ScheduleError, match=r"in the order of the program|has numbers"):
         verify(schedule)

@@ -508,7 +508,7 @@ def begun_ahead(world: World, *, slow: str, **knobs: Any) -> int:
     pipeline = make_pipeline(
         llama(torch.float32), world=world, delay=lambda lane: lambda: 0.01 if lane == slow else 0.0, **knobs
     )
-    ahead, most = pipeline.transport.ahead, 0
+    ahead, most = pipeline.transport.early_transfers, 0
     assert ahead is not None
     begin = ahead.begin
 

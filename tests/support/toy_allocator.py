@@ -49,7 +49,7 @@ class ToyAllocator:
     """
 
     def __init__(self, trace: Iterable[Happening], *, ahead: float) -> None:
-        self._ahead = ahead
+        self._prefetched = ahead
         self._issued_and_over: float = 0
         self._over: Clock = {}
         self._free: dict[Stream, list[_Free]] = {}
@@ -94,7 +94,7 @@ class ToyAllocator:
             self._over = {**self._over, **{stream: max(at, self._over.get(stream, 0)) for stream, at in over.items()}}
         elif one.what == "allocate":
             assert one.stream is not None
-            self._issued_and_over = max(self._issued_and_over, one.at - self._ahead)
+            self._issued_and_over = max(self._issued_and_over, one.at - self._prefetched)
             self._give_back()
             self._allocate(one.stream, one.block, one.size)
         elif one.what == "free":

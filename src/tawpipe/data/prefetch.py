@@ -27,13 +27,13 @@ class Prefetcher(Generic[T]):
         assert depth >= 1, depth
         self._items = iter(items)
         self._thread = ThreadPoolExecutor(1, "prefetch", begin)
-        self._ahead: deque[Future[Any]] = deque()
+        self._prefetched: deque[Future[Any]] = deque()
         for _ in range(depth):
             self._prepare_one()
 
     def _prepare_one(self) -> None:
         """Submit the preparation of one more item to the thread."""
-        self._ahead.append(self._thread.submit(next, self._items, _END))
+        self._prefetched.append(self._thread.submit(next, self._items, _END))
 
     def __iter__(self) -> Iterator[T]:
         return self
@@ -41,8 +41,8 @@ class Prefetcher(Generic[T]):
     def __next__(self) -> T:
         item: Any = _END
         try:
-            if self._ahead:
-                item = self._ahead.popleft().result()
+            if self._prefetched:
+                item = self._prefetched.popleft().result()
         finally:
             if item is _END:
                 self.close()
@@ -53,7 +53,7 @@ class Prefetcher(Generic[T]):
 
     def close(self) -> None:
         """End the thread and wait for it. May be called more than once."""
-        self._ahead.clear()
+        self._prefetched.clear()
         self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Prefetcher[T]:

@@ -23,7 +23,7 @@ from tawpipe.schedule.pipelines.memory import fits, peak
 from tawpipe.schedule.pipelines.orders import causal
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, Work
 
-AHEAD = (math.inf, 3.0, 6.0)
+LEADS = (math.inf, 3.0, 6.0)
 """Values tried for the lead of a stage: it prefers backward passes when it is ahead of the last stage by this many
 micro-batches for each stage between."""
 LAST = 4
@@ -56,11 +56,11 @@ def listed(
     waiting = (math.inf, WAITING * layout.size) if any(stages.kept_for_weights) else (math.inf,)
     first, places = causal(order, slices), [*product(range(layout.stages), range(order.micro_batches))]
     options = [(played(layout, first, costs, load), max(peak(layout, first, costs)), first)]
-    ways = product(_turns(slices, load), (0, -LAST), AHEAD, waiting)
-    for turn, last, ahead, few in islice(ways, max(1, most // (2 * len(places)))):
+    ways = product(_turns(slices, load), (0, -LAST), LEADS, waiting)
+    for turn, last, lead, few in islice(ways, max(1, most // (2 * len(places)))):
         apart = {m for document in turn[last:] for m in document}
         works = [Work(kind, s, m) for s, m in places for kind in ("FIW" if split[s] and m in apart else "FB")]
-        taken, other = _in_turn(Linked(layout, costs, works, load, slices), layout, turn, ahead, few)
+        taken, other = _in_turn(Linked(layout, costs, works, load, slices), layout, turn, lead, few)
         if taken < options[0][0]:
             options.append((taken, max(peak(layout, other, costs)), other))
     order = hardly_longer([options[0], *(option for option in options[1:] if fits(costs, option[1]))])
@@ -111,7 +111,7 @@ def _turns(slices: Sequence[int], load: LaneLoad) -> Iterator[list[range]]:
 
 
 def _in_turn(
-    linked: Linked, layout: Layout, documents: Sequence[range], ahead: float, most_waiting: float
+    linked: Linked, layout: Layout, documents: Sequence[range], lead: float, most_waiting: float
 ) -> tuple[float, Order]:
     """Simulate a step in which every position runs what is ready; return its duration and the order.
 
@@ -122,7 +122,7 @@ def _in_turn(
         layout: stages and their positions.
         documents: the micro-batches of each document in sequence. A packed micro-batch of whole documents counts as
             one.
-        ahead: lead of a stage, see ``AHEAD``.
+        lead: lead of a stage, see ``LEADS``.
         most_waiting: maximum number of W that wait on a position while there are other works.
     """
     turn = {m: number for number, document in enumerate(documents) for m in document}
@@ -145,7 +145,7 @@ def _in_turn(
             heap = rest
         elif forward and back:
             stage = forward[0][2].stage
-            heap = forward if stage < head and under_way[stage] < ahead * (head - stage) else back
+            heap = forward if stage < head and under_way[stage] < lead * (head - stage) else back
         elif not (heap := forward or back):
             return None
         _, number, work = heappop(heap)

@@ -299,13 +299,13 @@ def _refuse_future(name: str, outer_model: nn.Module, batch: MicroBatch, limit: 
     """Raise UserError if later tokens change earlier logits; return a remark if this cannot be tested, else ``""``."""
     try:
         with _quiet(), OwnGenerator(torch.Generator().manual_seed(0)):
-            ahead = change_by_future(outer_model, batch)
+            change = change_by_future(outer_model, batch)
     except Exception as error:  # some models return no logits without labels
         return f"; whether later tokens change logits was not checked: {type(error).__name__} ({error})"
-    if ahead > limit:
+    if change > limit:
         raise UserError(
             "check",
-            f"{name}, where later tokens change the logits of earlier ones by {ahead:.1e}",
+            f"{name}, where later tokens change the logits of earlier ones by {change:.1e}",
             f"{NOT_CAUSAL} (check: never skips this check)",
         )
     return ""

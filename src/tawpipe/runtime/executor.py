@@ -32,7 +32,7 @@ from tawpipe.runtime.watch.watchdog import LastEvents, Watchdog
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer, Kind, home_gradient, home_weight
 from tawpipe.schedule.hazards import Hazards
-from tawpipe.schedule.sizes.footprint import MOST_AHEAD, most_ahead
+from tawpipe.schedule.sizes.footprint import MOST_EARLY, most_early_receives
 from tawpipe.schedule.step import Schedule
 
 
@@ -89,7 +89,7 @@ class _Issued:
     normed: Event | None = None
 
 
-LAPS_AHEAD = 2
+DECODE_STEPS_IN_FLIGHT = 2
 """Decode steps in flight: one may start on the first stage while the one before leaves the last stage."""
 
 
@@ -221,7 +221,7 @@ class Executor:
     def loop(self, schedule: Schedule) -> int:
         """Run decode steps until one is marked as the last, wait for all, and return the number of decode steps issued.
 
-        ``LAPS_AHEAD`` decode steps are in flight at any time. Decode steps that were already issued when the last one
+        ``DECODE_STEPS_IN_FLIGHT`` decode steps are in flight at any time. Decode steps that were already issued when the last one
         was computed run with empty passes. By the end of a decode step all ranks have seen the headers of all its
         passes, so all ranks stop after the same decode step and no receive stays open.
         """
@@ -230,10 +230,10 @@ class Executor:
         ends, on_cuda = {action.lane: action for action in schedule.programs[self.rank]}, self.device.type == "cuda"
         # On CPUs, do not wait for lanes that end with a receive: this thread would wake together with the computing
         # thread and compete with it while it issues the next decode step.
-        awaited = [lane for lane, action in ends.items() if on_cuda or not action.begins_ahead]
+        awaited = [lane for lane, action in ends.items() if on_cuda or not action.begins_early]
         number, last = 0, False
         while laps or not last:
-            while len(laps) < LAPS_AHEAD and not last:
+            while len(laps) < DECODE_STEPS_IN_FLIGHT and not last:
                 lap = LapInput(number)
                 frame = Frame(self._buffers, self.transport, lap)
                 laps.append((lap, self._issue(schedule, frame, f"decode step {number + 1}")))
@@ -355,10 +355,10 @@ class Executor:
         If the transport can begin the action early, a second thread of the lane begins it first.
         """
         names = {"reads": action.reads, "writes": action.writes, "frees": action.frees, "lane": action.lane}
-        awaited, ahead = self._hazards.before(**names), self.transport.ahead
-        begins = ahead is not None and ahead.begins(action)
+        awaited, early_transfers = self._hazards.before(**names), self.transport.early_transfers
+        begins = early_transfers is not None and early_transfers.begins(action)
         if begins:
-            awaited.append(self._begin_ahead(action, frame))
+            awaited.append(self._begin_early(action, frame))
         event = self._lanes[action.lane].submit(run, awaited, action)
         if begins:
             self._begun[action.lane].append(event)
@@ -366,7 +366,7 @@ class Executor:
         self._submitted += 1
         return event
 
-    def _begin_ahead(self, action: Action, frame: Frame) -> Event:
+    def _begin_early(self, action: Action, frame: Frame) -> Event:
         """Submit the early part of an action to the second thread of its lane, and return the event of this part.
 
         The early part waits only for the buffers of the action (of an EXCHANGE, the buffers it receives into), not for
@@ -376,9 +376,9 @@ class Executor:
         if lane not in self._beside:
             delay = self._delay(f"{lane.value} ahead") if self._delay else None
             self._beside[lane] = CpuLane(f"{lane.value} ahead", self._failure, delay=delay)
-            self._begun[lane] = deque(maxlen=MOST_AHEAD)
+            self._begun[lane] = deque(maxlen=MOST_EARLY)
         begin = partial(self._begin, action, frame, tuple(self._begun[lane]))
-        return self._beside[lane].submit(begin, self._hazards.before(**action.needs_ahead), action)
+        return self._beside[lane].submit(begin, self._hazards.before(**action.early_needs), action)
 
     def _begin(self, action: Action, frame: Frame, earlier: Sequence[Event]) -> None:
         """Begin an action early, in the second thread of its lane.
@@ -388,19 +388,19 @@ class Executor:
         Args:
             action: EXCHANGE or ring collective.
             frame: Values shared by the actions of the step.
-            earlier: End events of the actions of this lane that were begun early before, at most ``MOST_AHEAD``.
+            earlier: End events of the actions of this lane that were begun early before, at most ``MOST_EARLY``.
         """
-        buffers, most = frame.buffers, MOST_AHEAD
+        buffers, most = frame.buffers, MOST_EARLY
         if action.writes[0].is_activation:
             buffers = self.compute.room_for(action, frame)
-            most = most_ahead(sum(tensor.nbytes for tensor in buffers.values()))
+            most = most_early_receives(sum(tensor.nbytes for tensor in buffers.values()))
         elif action.group == "node":
             # inside a node there is no latency to hide, and a second message would slow down the one needed first
             most = 1
         if len(earlier) >= most:
             earlier[-most].wait()
-        assert self.transport.ahead is not None
-        self.transport.ahead.begin(action, buffers)
+        assert self.transport.early_transfers is not None
+        self.transport.early_transfers.begin(action, buffers)
 
     # actions
 

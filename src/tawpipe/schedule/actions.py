@@ -180,7 +180,7 @@ class Action:
         return self.compression == "exact" and self.collective == "all_gather"
 
     @property
-    def begins_ahead(self) -> bool:
+    def begins_early(self) -> bool:
         """True if a first part of the action may start while its lane is still busy with earlier actions.
 
         Receives of an EXCHANGE can be posted early, and the first message of a ring (all-gather or reduce-scatter) can
@@ -191,8 +191,8 @@ class Action:
         return apart and (ring or (self.op is Op.EXCHANGE and bool(self.writes)))
 
     @property
-    def needs_ahead(self) -> dict[str, tuple[Buffer, ...]]:
-        """Buffers that the early part (see ``begins_ahead``) needs: keys ``reads`` and ``writes``.
+    def early_needs(self) -> dict[str, tuple[Buffer, ...]]:
+        """Buffers that the early part (see ``begins_early``) needs: keys ``reads`` and ``writes``.
 
         An EXCHANGE reads nothing early, because only its receives are posted.
         """
@@ -209,9 +209,9 @@ class Action:
 
         Args:
             way: sender and receiver (global ranks) of a transfer, which has a counter for each direction. Empty for a
-                collective, whose counter depends on ``begins_ahead``.
+                collective, whose counter depends on ``begins_early``.
         """
-        return (self.lane, self.group, *(way or (self.begins_ahead,)))
+        return (self.lane, self.group, *(way or (self.begins_early,)))
 
     def __str__(self) -> str:
         words = [self.lane.value, self.op.value]

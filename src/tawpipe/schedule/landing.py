@@ -72,8 +72,10 @@ class Landing:
             units = fills[index]
             order.popleft()
             yield from self._bring(units, units)
-            ahead = next((fills[later] for later in order if fills[later] != units), ())
-            yield from self._bring([unit for unit in ahead if unit in self._home], {*units, *ahead}, may_fail=True)
+            next_units = next((fills[later] for later in order if fills[later] != units), ())
+            yield from self._bring(
+                [unit for unit in next_units if unit in self._home], {*units, *next_units}, may_fail=True
+            )
             place = {home_gradient(unit): self._held[unit] for unit in units}
             reads, writes = (
                 tuple(place.get(buffer, buffer) for buffer in side) for side in (action.reads, action.writes)

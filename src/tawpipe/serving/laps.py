@@ -154,11 +154,11 @@ class ServeCompute:
         for transfer in action.transfers:
             if transfer.send:
                 message = self._message(self._held.pop(transfer.buffer))
-                if frame.transport.ahead is None:  # the receive expects a message of full length
+                if frame.transport.early_transfers is None:  # the receive expects a message of full length
                     room = self._room[transfer.buffer.kind]
                     message = torch.nn.functional.pad(message, (0, room - message.numel()))
                 tensors[transfer.buffer] = message.to(self.chain.device)
-        if frame.transport.ahead is None:
+        if frame.transport.early_transfers is None:
             tensors |= self.room_for(action, frame)
         received = frame.transport.exchange(action, tensors)
         self._held.update(received)

@@ -7,7 +7,7 @@ The rules are those that ``schedule/proof/verify.py`` proves and that the runtim
 * a collective begins when it has started on all its members, and ends on all at the same time;
 * each part of an exchange begins when both sides have started, and the exchange ends with its last part;
 * a message occupies its sender and the receiving lane while its bytes pass, but not during its last latency. In the
-  meantime an action that begins ahead (``Action.begins_ahead``) may follow on that lane;
+  meantime an action that begins ahead (``Action.begins_early``) may follow on that lane;
 * if homes are in host memory, all lanes of a rank share its link to the host, in each direction.
 
 Compute takes the seconds of the cost model. A transfer shares the ports on its way with all other transfers in flight
@@ -490,7 +490,7 @@ def _may_follow(action: Action) -> bool:
     """Return True if an action may start on a lane on which a message is still arriving.
 
     It may if all of its parts begin ahead and none of them sends."""
-    return action.begins_ahead and not any(transfer.send for transfer in action.transfers)
+    return action.begins_early and not any(transfer.send for transfer in action.transfers)
 
 
 _ENDED, _LANDED, _ON_THE_WAY, _ARRIVED = range(4)

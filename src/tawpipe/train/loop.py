@@ -160,8 +160,10 @@ class Training:
         try:
             if config.evaluation.at_start and self.evaluation.due and not self.first:
                 self._evaluate_before()
-            ahead = self._batches.train(self.samples, config.steps - self.first)
-            with Prefetcher(ahead, begin=partial(use_device, self.world.device)) as batches:  # its thread pins memory
+            upcoming = self._batches.train(self.samples, config.steps - self.first)
+            with Prefetcher(
+                upcoming, begin=partial(use_device, self.world.device)
+            ) as batches:  # its thread pins memory
                 for step, batch in zip(range(self.first, config.steps), batches, strict=True):
                     if self.evaluation.exhausted:
                         break

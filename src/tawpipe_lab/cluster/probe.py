@@ -33,11 +33,11 @@ def read(node: int, addresses: Sequence[str], sizes: Sequence[int], short: int) 
         sizes: bytes of the messages.
         short: bytes of the short message over an idle link.
     """
-    ahead, behind = _ring(node, addresses)
+    next_node, behind = _ring(node, addresses)
     reading: dict[str, Any] = {}
     for name, size in (("latency_s", 1), ("short_s", short)):
         if node == 0:
-            reading[name] = min(_round_trip(ahead, size) for _ in range(ROUND_TRIPS))
+            reading[name] = min(_round_trip(next_node, size) for _ in range(ROUND_TRIPS))
         elif node == 1:
             for _ in range(ROUND_TRIPS):
                 _receive(behind, size)
@@ -45,19 +45,19 @@ def read(node: int, addresses: Sequence[str], sizes: Sequence[int], short: int) 
     if node == 0:
         reading["latency_s"] /= 2
         reading["short_s"] -= reading["latency_s"]
-    _together(node, ahead, behind)
+    _together(node, next_node, behind)
     if node == 0:
-        _send(ahead, max(sizes))
+        _send(next_node, max(sizes))
     elif node == 1:
         reading["one_way"] = _rate(behind, max(sizes))
     reading["both"] = []
     for size in sizes:
-        _together(node, ahead, behind)
-        sender = threading.Thread(target=_send, args=(ahead, size))
+        _together(node, next_node, behind)
+        sender = threading.Thread(target=_send, args=(next_node, size))
         sender.start()
         reading["both"].append(_rate(behind, size))
         sender.join()
-    _together(node, ahead, behind)
+    _together(node, next_node, behind)
     return reading
 
 
@@ -73,7 +73,7 @@ def _ring(node: int, addresses: Sequence[str]) -> tuple[socket.socket, socket.so
     give_up = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            ahead = socket.create_connection((addresses[(node + 1) % len(addresses)], PORT), timeout=_PATIENCE_S)
+            next_node = socket.create_connection((addresses[(node + 1) % len(addresses)], PORT), timeout=_PATIENCE_S)
             break
         except OSError:
             if time.monotonic() > give_up:
@@ -81,20 +81,20 @@ def _ring(node: int, addresses: Sequence[str]) -> tuple[socket.socket, socket.so
             time.sleep(0.02)
     server.settimeout(_PATIENCE_S)
     behind, _ = server.accept()
-    for connection in (ahead, behind):
+    for connection in (next_node, behind):
         connection.settimeout(_PATIENCE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return ahead, behind
+    return next_node, behind
 
 
-def _together(node: int, ahead: socket.socket, behind: socket.socket) -> None:
+def _together(node: int, next_node: socket.socket, behind: socket.socket) -> None:
     """Wait until all nodes have reached this call: a byte passes round the ring twice."""
     for _ in range(2):
         if node == 0:
-            ahead.sendall(b"?")
+            next_node.sendall(b"?")
         _receive(behind, 1)
         if node:
-            ahead.sendall(b"?")
+            next_node.sendall(b"?")
 
 
 def _round_trip(connection: socket.socket, size: int) -> float:

@@ -221,7 +221,7 @@ class _Sharded(Contender):
         In the forward pass, a hook issues them when its layer has its weights. In the backward pass, it issues them,
         and the gather of its own layer, when its layer needs its weights.
         """
-        layers, ahead = self._sharded_layers(), self.settings.prefetch
+        layers, depth = self._sharded_layers(), self.settings.prefetch
         count = len(layers)
         # The last layer keeps its weights for its backward pass, so the layer before it is the next to gather.
         order = [*range(count), *(() if self.settings.keep_weights else range(count - 2, -1, -1))]
@@ -231,13 +231,13 @@ class _Sharded(Contender):
                 layers[i].unshard(async_op=True)  # does nothing if the weights are gathered or in flight
 
         for i, layer in enumerate(self.layers):
-            layer.register_forward_pre_hook(lambda *_, position=i + 1: issue(position, ahead))
+            layer.register_forward_pre_hook(lambda *_, position=i + 1: issue(position, depth))
             if not self.settings.keep_weights:
 
                 def hear_backward(
                     _: nn.Module, __: object, output: Tensor, position: int = 2 * (count - 1) - i
                 ) -> None:
-                    output.register_hook(lambda _: issue(position, ahead + 1))
+                    output.register_hook(lambda _: issue(position, depth + 1))
 
                 # Before FSDP2's own hook, which waits for this layer's weights: `issue` begins with this layer.
                 layer.register_forward_hook(hear_backward, prepend=True)

@@ -73,7 +73,7 @@ class PackedMask:
             )
 
     @property
-    def looks_ahead(self) -> bool:
+    def sees_future(self) -> bool:
         """True if the mask that the model asked for lets some token see a later one.
 
         It is evaluated at sample positions. False if there is no such mask, or if it is not a function of positions."""

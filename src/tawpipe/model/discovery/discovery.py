@@ -171,7 +171,7 @@ def _follow(model: nn.Module, path: str, returns: int, *, alone: bool, states: b
         masks = [leaf for leaf in leaves if isinstance(leaf, PackedMask)]
         if not masks and not alone and not states:
             raise ApartError(kind, f"layer {index} is not given a mask made by transformers' mask interface")
-        if masks and all(mask.looks_ahead for mask in masks):
+        if masks and all(mask.sees_future for mask in masks):
             raise unsupported(kind, NOT_CAUSAL)
         for mask in masks:
             mask.check()

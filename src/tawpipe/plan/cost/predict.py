@@ -20,7 +20,7 @@ from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.runtime.transport.transport import needed_groups
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.sizes.footprint import far_widths, held, held_apart, posted_ahead
+from tawpipe.schedule.sizes.footprint import early_receive_bytes, far_widths, held, held_apart
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build
 from tawpipe.simulate import CostModel, Timeline, play
@@ -149,8 +149,8 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
         between = footprint.activation_bytes * BETWEEN_BLOCKS + (
             footprint.working_bytes * BETWEEN_CHUNKS if chunk else 0
         )
-        ahead = max(posted_ahead(schedule, rank, sizes, shares) for rank in schedule.played)
-        apart = min(MOST_BETWEEN, round(between)) + ahead
+        early_bytes = max(early_receive_bytes(schedule, rank, sizes, shares) for rank in schedule.played)
+        apart = min(MOST_BETWEEN, round(between)) + early_bytes
     parts |= {"apart": apart} if apart or not request.on_cuda else {}
     if request.has_host:
         return Needs(parts, footprint.host_bytes * devices, footprint.file_bytes * devices, short)

@@ -78,18 +78,18 @@ class Outlook:
 
     Args:
         hopeful: True while a pipeline may still be among the best; passed to ``Strategy.made_for``.
-        ahead: seconds of the fastest step so far; infinite while nothing fits.
+        best_s: seconds of the fastest step so far; infinite while nothing fits.
         effort: what is left of ``MOST_EFFORT``.
         plays: what is left of ``MOST_IMPROVED``.
         patience_s: seconds after ``begin`` at which the next progress line is printed.
-        most_s: returns the seconds that the search may compute, given ``ahead``; used as soon as something fits.
+        most_s: returns the seconds that the search may compute, given ``best_s``; used as soon as something fits.
         vain_s: seconds that the search may compute while nothing fits.
         begin: start of the search on the monotonic clock; for progress lines.
         began: CPU time of the thread at the start of the search; for the time limit.
     """
 
     hopeful: bool = True
-    ahead: float = math.inf
+    best_s: float = math.inf
     effort: int = MOST_EFFORT
     plays: int = MOST_IMPROVED
     patience_s: float = PATIENCE_S
@@ -102,7 +102,7 @@ class Outlook:
         """Return True if the search has used more than the share ``part`` of its time limit.
 
         Time is the CPU time of this thread."""
-        most_s = self.most_s(self.ahead) if self.ahead < math.inf else self.vain_s
+        most_s = self.most_s(self.best_s) if self.best_s < math.inf else self.vain_s
         return time.thread_time() - self.began > part * most_s
 
     def leave(self, part: float) -> None:
@@ -110,7 +110,7 @@ class Outlook:
 
         If less is left, the recorded start of the search is moved forward."""
         if self.over(1 - part):
-            self.began = time.thread_time() - (1 - part) * self.most_s(self.ahead)
+            self.began = time.thread_time() - (1 - part) * self.most_s(self.best_s)
 
     def at(self, what: str) -> None:
         """Print a progress line that names ``what`` if the search has run for ``patience_s``.
@@ -134,8 +134,8 @@ class Outlook:
         if long and self.over(EARLY):
             return TOO_LONG
         if long and not hopeful:
-            return f"not evaluated: others take {span(self.ahead)} per step, pipelines of a fixed order far more"
-        if long and effort > self.effort and self.ahead < math.inf:
+            return f"not evaluated: others take {span(self.best_s)} per step, pipelines of a fixed order far more"
+        if long and effort > self.effort and self.best_s < math.inf:
             return "not evaluated: finding orders for this number of micro-batches and devices takes too long"
         self.effort -= effort
         return ""

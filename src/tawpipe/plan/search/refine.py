@@ -143,7 +143,7 @@ def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outl
             return False
         before = bound_of(request, step)  # 0 if nothing was timed
         expected = seconds * bound / before if before else seconds
-        return not outlook.why_not(effort, hopeful=expected < outlook.ahead * NEAR)
+        return not outlook.why_not(effort, hopeful=expected < outlook.best_s * NEAR)
 
     budget = QUICK if effort > QUICK_EFFORT else BUDGET
     return step.strategy.changes(planner, step, worth, budget=budget)

@@ -97,7 +97,9 @@ def search(
                     candidates.append(before[strategy.name])  # it does not support this level of host_homes
                     continue
                 like, outlook.hopeful = _best_pipeline(candidates)
-                outlook.ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
+                outlook.best_s = min(
+                    (candidate.seconds for candidate in candidates if candidate.fits), default=math.inf
+                )
                 if outlook.over(LOOKING):
                     candidates.append(Candidate(strategy.name, None, None, False, TOO_LONG))
                     continue
@@ -108,10 +110,10 @@ def search(
                 candidates.append(candidate)
     candidates.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
     outlook.effort = MOST_EFFORT
-    outlook.ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
+    outlook.best_s = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
     outlook.leave(REST)
     for i, candidate in enumerate(candidates):
-        outlook.ahead = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
+        outlook.best_s = min(other.seconds for other in candidates if other.fits or not candidates[0].fits)
         if candidate.step is None or candidate.prediction is None:
             continue
         asked = request.with_homes(candidate.step.settings.host_homes or "none")
@@ -120,7 +122,7 @@ def search(
             quick = plays(asked, candidate.step) <= QUICK_PLAYED and not outlook.over()
             known = replace(candidate.prediction, needs=memory_quickly(asked, candidate.step))
             candidates[i] = replace(candidate, prediction=predict(asked, candidate.step) if quick else known)
-        elif candidate.fits and candidate.seconds < outlook.ahead * HOPELESS and not outlook.over():
+        elif candidate.fits and candidate.seconds < outlook.best_s * HOPELESS and not outlook.over():
             step, prediction = improve(asked, candidate.step, candidate.prediction, outlook)
             candidates[i] = coded(asked, settle(asked, replace(candidate, step=step, prediction=prediction)))
     return sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.seconds))
@@ -153,7 +155,7 @@ def _best(
         best = other if better else best
     # ``_best_pipeline`` compares the seconds of pipelines even if they do not fit, so simulate this one now.
     step, prediction = best.step, best.prediction
-    if step and prediction and not prediction.timeline and step.divided_over > 1 and outlook.ahead < math.inf:
+    if step and prediction and not prediction.timeline and step.divided_over > 1 and outlook.best_s < math.inf:
         return replace(best, prediction=predict(request, step))
     return best
 
@@ -165,7 +167,7 @@ def _spread(
 
     If ``best`` does not fit, the largest size is tried first, because it needs the least memory per rank. If even that
     is far from fitting, it is the only candidate returned. Sizes are skipped once the time for evaluating strategies is
-    over. ``outlook.ahead`` is lowered to the time of ``best`` if that fits.
+    over. ``outlook.best_s`` is lowered to the time of ``best`` if that fits.
 
     Args:
         request: model, data and machines.
@@ -175,7 +177,7 @@ def _spread(
         best: the candidate with one rank per row.
     """
     best_of = [partial(_best_of, request.with_ranks(ranks), strategy, like, outlook) for ranks in request.sets]
-    outlook.ahead = min(outlook.ahead, best.seconds if best.fits else math.inf)
+    outlook.best_s = min(outlook.best_s, best.seconds if best.fits else math.inf)
     widest = [] if best.fits else [find() for find in best_of[-1:]]
     if any(least.prediction and not least.fits and _far_over(request, _peak(least)) for least in widest):
         return widest
@@ -206,7 +208,7 @@ def _best_of(request: PlanRequest, strategy: Strategy, like: Strategy | None, ou
         if trial.spare and fitting:
             continue
         outlook.at(strategy.name)
-        looked_at += _look(request, trial, min(fitting, default=outlook.ahead * HOPELESS), outlook)
+        looked_at += _look(request, trial, min(fitting, default=outlook.best_s * HOPELESS), outlook)
     return min(
         looked_at,
         key=lambda candidate: (not candidate.fits, candidate.seconds if candidate.fits else _peak(candidate)),
@@ -249,7 +251,7 @@ def _look(request: PlanRequest, trial: Trial, most: float, outlook: Outlook) -> 
         first = replace(refused, why_not=in_plain_words(error))
     except TooLong:
         first = replace(refused, why_not=TOO_LONG)
-    if outlook.hopeful and (not first.fits or first.seconds > outlook.ahead):
+    if outlook.hopeful and (not first.fits or first.seconds > outlook.best_s):
         with suppress(UserError):
             return [first, *(_best_laid_out(request, other, most) for other in way.instead(planner))]
     return [first]
@@ -259,11 +261,11 @@ def _behind(request: PlanRequest, way: Strategy, outlook: Outlook) -> str:
     """Return the reason why this layout of a weight-moving strategy cannot win; ``""`` if it may.
 
     It cannot if nothing has fitted yet (it needs more memory), or if its lower bound is not below the best step."""
-    if outlook.ahead == math.inf:
+    if outlook.best_s == math.inf:
         return "not evaluated: it needs more memory than tawpipe-spread"
     fewest = replace(request.settings, strategy=way.name, micro_batches_per_visit=_visits(request, way)[-1])
     bound = bound_of(request, request.step(fewest, way))
-    if bound > outlook.ahead * (1 - WORTH):
+    if bound > outlook.best_s * (1 - WORTH):
         return f"not evaluated: computing and links alone take {span(bound)} per step"
     return ""
 
@@ -274,12 +276,12 @@ def _best_pipeline(candidates: Sequence[Candidate]) -> tuple[Strategy | None, bo
     Pipelines may be among the best if there is no candidate for one yet, or if the best one takes less than
     ``HOPELESS`` times the best step."""
     pipelined = [candidate for candidate in candidates if candidate.step and candidate.step.divided_over > 1]
-    ahead = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
+    best_s = min((candidate.seconds for candidate in candidates if candidate.fits), default=math.inf)
     best = min(pipelined, key=lambda candidate: (not candidate.fits, candidate.seconds), default=None)
     if best is None or not best.fits:  # another layout may fit
-        return None, best is None or best.seconds < ahead * HOPELESS
+        return None, best is None or best.seconds < best_s * HOPELESS
     assert best.step is not None
-    return best.step.strategy, best.seconds < ahead * HOPELESS
+    return best.step.strategy, best.seconds < best_s * HOPELESS
 
 
 def _best_laid_out(request: PlanRequest, strategy: Strategy, most: float = math.inf) -> Candidate:

@@ -53,7 +53,7 @@ def travel(blocks: Blocks, action: Action, transport: Transport, step_input: Ste
                 expected = f"hidden states {shape} in {dtype} where a stage ends; or a strategy whose weights travel"
                 raise UserError(name, f"{tuple(held.shape)} in {held.dtype}", expected)
             tensors[transfer.buffer] = held.contiguous()
-    if transport.ahead is None:
+    if transport.early_transfers is None:
         tensors |= room_for(blocks, action, step_input)
     tensors |= transport.exchange(action, tensors)
     for transfer in action.transfers:

@@ -336,12 +336,12 @@ class Storage:
         to_read = iter([unit for unit in self.units if unit.blocks[0] % world_size == self.rank])
         with ThreadPoolExecutor(1, "reading weights", use_device, (self.device,)) as reader:
             read_next = lambda: [reader.submit(self._read, source, unit) for unit in islice(to_read, 1)]  # noqa: E731
-            ahead = read_next()
+            pending = read_next()
             for unit, home in zip(self.units, self.homes, strict=True):
                 root = unit.blocks[0] % world_size
                 if self.rank == root:
-                    flat = ahead.pop().result()
-                    ahead = read_next()
+                    flat = pending.pop().result()
+                    pending = read_next()
                     works = []
                     for ranks in home.copies:
                         for shard, rank in zip(flat.view(-1, home.shard_size), ranks, strict=True):

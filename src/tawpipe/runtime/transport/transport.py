@@ -32,8 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tawpipe.runtime.memory import taken_outside_torch
-from tawpipe.runtime.transport.ahead import Ahead, TransportError, compare_headers
 from tawpipe.runtime.transport.compression import Scratch, Sent, decode, encode
+from tawpipe.runtime.transport.early_transfers import EarlyTransfers, TransportError, compare_headers
 from tawpipe.runtime.transport.exact import NOTHING, WHOLE, ChangeForm, decode_change, encode_change
 from tawpipe.runtime.transport.exact_gradients import decode_gradient, encode_gradient
 from tawpipe.runtime.transport.warm_up import few_numbers, first_uses
@@ -62,7 +62,7 @@ BLOCK_BYTES_PER_S = 10e9
 BLOCKS_VARIABLES = ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS")
 
 UNUSED_TAG = 1 << 28
-"""Tag that no message has: tags of ``Ahead`` begin at twice this number."""
+"""Tag that no message has: tags of ``EarlyTransfers`` begin at twice this number."""
 
 
 def needed_groups(schedules: Iterable[Schedule]) -> list[tuple[Lane, str]]:
@@ -196,7 +196,7 @@ class Transport:
         self._groups: dict[tuple[Lane, str], dist.ProcessGroup] = {}
         self._sequence: dict[tuple[Lane, str], int] = {}
         self._scratch = {lane: Scratch(device) for lane in Lane}
-        self.ahead = None if self._nccl else Ahead(topology, rank, self._groups, strict=strict)
+        self.early_transfers = None if self._nccl else EarlyTransfers(topology, rank, self._groups, strict=strict)
         """Runs operations in two parts, the first before the lane reaches the action; None with NCCL (no tags)."""
         self.gradients_sent = Sent()
         """Bytes of gradients sent with lossless coding."""
@@ -272,8 +272,8 @@ class Transport:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time limit of every group's operations: long for the first step, short afterwards."""
-        if self.ahead is not None:
-            self.ahead.timeout = timeout
+        if self.early_transfers is not None:
+            self.early_transfers.timeout = timeout
         for group in self._groups.values():
             set_group_timeout(timeout, group)
 
@@ -284,8 +284,8 @@ class Transport:
 
         With gloo the thread waits, with NCCL the current stream. The tensors have exactly the sizes to send and to
         receive."""
-        if self.ahead is not None and self.ahead.does(action):
-            self.ahead.collective(action, buffers)
+        if self.early_transfers is not None and self.early_transfers.does(action):
+            self.early_transfers.collective(action, buffers)
             return
         key = (action.lane, action.group)
         group = self._groups[key]
@@ -317,8 +317,8 @@ class Transport:
 
     def _whole(self, action: Action, source: Tensor, target: Tensor) -> None:
         """Run an uncompressed all_gather or reduce_scatter of which no part has begun, and wait for it."""
-        if self.ahead is not None:
-            self.ahead.ring(action, source, target)
+        if self.early_transfers is not None:
+            self.early_transfers.ring(action, source, target)
         else:
             self._apart(action, source, target, self._groups[action.lane, action.group])
 
@@ -332,8 +332,8 @@ class Transport:
 
         ``buffers`` need not hold the tensors to receive into if the receives were posted early.
         """
-        if self.ahead is not None and self.ahead.does(action):
-            return self.ahead.exchange(action, buffers)
+        if self.early_transfers is not None and self.early_transfers.does(action):
+            return self.early_transfers.exchange(action, buffers)
         key = (action.lane, action.group)
         group = self._groups[key]
         if self.strict:
@@ -370,8 +370,8 @@ class Transport:
 
     def _of_all(self, action: Action, values: Tensor, reduction: Any) -> None:
         """Reduce a few ``values`` over the action's group, in place, with a sum or a maximum."""
-        if self.ahead is not None:
-            every = self.ahead.every(action, values)
+        if self.early_transfers is not None:
+            every = self.early_transfers.every(action, values)
             torch.sum(every, 0, out=values) if reduction == dist.ReduceOp.SUM else torch.amax(every, 0, out=values)
             return
         key = (action.lane, action.group)
@@ -448,7 +448,7 @@ class Transport:
     def _coded_sum(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
         """Run a reduce_scatter of losslessly coded gradients around a ring.
 
-        The order of additions is the order that ``Ahead`` uses. Messages are coded part by part: while some are sent,
+        The order of additions is the order that ``EarlyTransfers`` uses. Messages are coded part by part: while some are sent,
         the next are made.
         """
         members = self.topology.group(action.group, self.rank)
@@ -480,10 +480,10 @@ class Transport:
     def _wait(self, work: dist.Work | None) -> None:
         """Wait for an operation: on gloo at most the timeout, on NCCL in the current stream."""
         assert work is not None
-        if self.ahead is None:
+        if self.early_transfers is None:
             work.wait()  # with a time limit this would block the issuing thread
         else:
-            work.wait(self.ahead.timeout)
+            work.wait(self.early_transfers.timeout)
 
     # strict mode
 

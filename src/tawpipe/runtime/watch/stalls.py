@@ -76,12 +76,12 @@ def conclusion(standings: Mapping[int, Standing | None]) -> str:
     """
     known = {rank: it for rank, it in standings.items() if it is not None}
     waiting = {rank: it.messages for rank, it in known.items() if it.waits}
-    ahead = {
+    blocking_peers = {
         rank: {peer for name in messages for peer in messages[name] if name not in waiting.get(peer, ())}
         for rank, messages in waiting.items()
     }
-    awaited = set[int]().union(*ahead.values())
-    causes = [rank for rank in standings if not ahead.get(rank) and (rank in awaited or rank not in known)]
+    awaited = set[int]().union(*blocking_peers.values())
+    causes = [rank for rank in standings if not blocking_peers.get(rank) and (rank in awaited or rank not in known)]
     named = [f"rank {r}, which {known[r].text if r in known else 'does not answer'}" for r in causes]
     if any(it.moves for it in known.values()):
         who = "the step continues, slowly"

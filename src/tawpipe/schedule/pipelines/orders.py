@@ -74,8 +74,8 @@ def interleaved(layout: Layout, micro_batches: int) -> Order:
 
     compute = []
     for position in range(size):
-        ahead = (size - 1 - position) * 2 + (turns - 1) * group
-        compute.append(tuple(_one_by_one(works("F", position), works("B", position), ahead)))
+        warmup = (size - 1 - position) * 2 + (turns - 1) * group
+        compute.append(tuple(_one_by_one(works("F", position), works("B", position), warmup)))
     return Order(tuple(compute))
 
 
@@ -109,7 +109,7 @@ def causal(order: Order, slices: Sequence[int]) -> Order:
         last += [first + size - 1] * size
         back += range(first + size - 1, first - 1, -1)
     more = [*accumulate((end - m for m, end in reversed([*enumerate(last)])), max)][::-1]
-    far = [*accumulate((min(m + ahead, len(last) - 1) for m, ahead in enumerate(more)), max)]
+    far = [*accumulate((min(m + lead, len(last) - 1) for m, lead in enumerate(more)), max)]
     end = max(work.stage for works in order.compute for work in works)
     until = [
         [-(-(a * (end - stage) + b * stage) // end) for a, b in zip(far, last, strict=True)] for stage in range(end + 1)
@@ -167,11 +167,11 @@ def forward_only(layout: Layout, micro_batches: int) -> Order:
     return Order(tuple(tuple(work for work in works if layout.places[work.stage] == p) for p in places))
 
 
-def _one_by_one(forward: list[Work], backward: list[Work], ahead: int) -> Iterator[Work]:
-    """Yield ``ahead`` forward passes, then one forward and one backward pass in turn, then the others."""
-    ahead = min(ahead, len(forward))
-    yield from forward[:ahead]
-    for first, second in zip(forward[ahead:], backward, strict=False):
+def _one_by_one(forward: list[Work], backward: list[Work], warmup: int) -> Iterator[Work]:
+    """Yield ``warmup`` forward passes, then one forward and one backward pass in turn, then the others."""
+    warmup = min(warmup, len(forward))
+    yield from forward[:warmup]
+    for first, second in zip(forward[warmup:], backward, strict=False):
         yield first
         yield second
-    yield from backward[len(forward) - ahead :]
+    yield from backward[len(forward) - warmup :]

@@ -9,7 +9,7 @@ The proof checks every action by itself (wellformed.py). Then it simulates all p
 * An exchange starts by itself. Each of its transfers ends when the peer's matching exchange has started, too. The
   exchange ends when all its transfers have ended. Transfers between two ranks on one lane and group match in the order
   in which they were issued.
-* The early part of an action (``begins_ahead``) owns its buffers as soon as they are free, even if its lane is busy.
+* The early part of an action (``begins_early``) owns its buffers as soon as they are free, even if its lane is busy.
 * A message gets its number when it begins, early or in its lane, from the counter that ``Action.counter`` names.
 
 With ``one_thread`` a stricter rule holds: a rank's actions start in the order of its program, each when the one before
@@ -119,9 +119,9 @@ class _ClocklessPlay:
                 for message, counter in () if self.one_thread else _messages(rank, action):
                     numbers[counter] += 1
                     running.numbers[message] = numbers[counter]
-                if action.begins_ahead and not self.one_thread:
+                if action.begins_early and not self.one_thread:
                     begin = replace(running, begins=True)
-                    self._append(begin, hazards.before(**action.needs_ahead))
+                    self._append(begin, hazards.before(**action.early_needs))
                     first.append(id(begin))
                 waits_for = hazards.add(id(running), reads=action.reads, writes=action.writes, frees=action.frees)
                 self._append(running, [*waits_for, *first])
@@ -152,12 +152,12 @@ class _ClocklessPlay:
             queue = self.lanes[key]
             if not queue or queue[0].waits or queue[0].started:
                 continue
-            if others and None in queue[0].numbers and not queue[0].action.begins_ahead:
+            if others and None in queue[0].numbers and not queue[0].action.begins_early:
                 last.append(key)  # messages that begin ahead are numbered first
                 continue
             for ended in self._start(queue[0]):
                 finished += 1
-                if not ended.begins and ended.action.begins_ahead:
+                if not ended.begins and ended.action.begins_early:
                     for buffer in (*ended.action.reads, *ended.action.writes):
                         begun = self.begun.get((ended.rank, buffer), [])
                         begun[:] = [other for other in begun if (other.step, other.index) != (ended.step, ended.index)]
@@ -200,7 +200,7 @@ class _ClocklessPlay:
         """
         action, rank = running.action, running.rank
         needs = (
-            action.needs_ahead if running.begins else {"reads": action.reads, "writes": (*action.writes, *action.frees)}
+            action.early_needs if running.begins else {"reads": action.reads, "writes": (*action.writes, *action.frees)}
         )
         for name, buffers in needs.items():
             for buffer in buffers:
@@ -220,9 +220,9 @@ class _ClocklessPlay:
         Raises:
             ScheduleError: a message gets another number.
         """
-        ahead = running.action.begins_ahead
+        early = running.action.begins_early
         for message, counter in _messages(running.rank, running.action) if running.numbers else ():
-            if (ahead and (message is None or not message.send)) != running.begins:
+            if (early and (message is None or not message.send)) != running.begins:
                 continue
             self.numbered[running.rank, counter] += 1
             if (number := self.numbered[running.rank, counter]) != running.numbers[message]:

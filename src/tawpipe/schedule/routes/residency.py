@@ -122,7 +122,7 @@ def plan_residency(
             visit of the unit.
     """
     uses = [step.model.blocks[visit.block].units for visit in visits if visit.weight_index is not None]
-    ahead, reuse, in_slices = step.settings.look_ahead, step.settings.reuse, slices_busy is not None
+    prefetch, reuse, in_slices = step.settings.look_ahead, step.settings.reuse, slices_busy is not None
     full: list[dict[int, Stay]] = [{} for _ in uses]
     slices: list[dict[int, Stay]] = [{} for _ in uses]
     for size in {home.padded for home in step.homes}:
@@ -130,12 +130,12 @@ def plan_residency(
         most = max(map(len, visit_units), default=0)
         if not most:
             continue
-        capacity = ahead + 1 + (0 if in_slices else cached)
-        whole = plan_stays(visit_units, capacity=capacity * most, busy=ahead, reuse=reuse)
+        capacity = prefetch + 1 + (0 if in_slices else cached)
+        whole = plan_stays(visit_units, capacity=capacity * most, busy=prefetch, reuse=reuse)
         missing = (
             visit_units if in_place else [[unit for unit, stay in stays.items() if not stay.held] for stays in whole]
         )
-        passing = plan_stays(missing, capacity=(ahead + 1 + cached) * most, busy=slices_busy or 0, reuse=reuse)
+        passing = plan_stays(missing, capacity=(prefetch + 1 + cached) * most, busy=slices_busy or 0, reuse=reuse)
         for number in range(len(uses)):
             full[number].update(whole[number])
             slices[number].update(passing[number])

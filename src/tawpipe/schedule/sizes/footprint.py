@@ -26,21 +26,21 @@ chunk: two that arrive and two that leave. Inputs have two more, because a new l
 TRAVELLING = 2
 """Number of transfers of activations of one lane that may be issued before they have ended, on a device that is behind
 the issuing thread. Memory of a receive is allocated when it is issued. Memory of a send is held until it has ended."""
-MOST_AHEAD, AHEAD_BYTES = 16, 16 << 20
-"""Limits (MOST_AHEAD, AHEAD_BYTES) of what gloo begins on one lane before the first of it has ended: number of actions,
+MOST_EARLY, EARLY_BYTES = 16, 16 << 20
+"""Limits (MOST_EARLY, EARLY_BYTES) of what gloo begins on one lane before the first of it has ended: number of actions,
 and bytes of activations among them."""
 
 
-def most_ahead(message_bytes: int) -> int:
+def most_early_receives(message_bytes: int) -> int:
     """Return the number of messages of activations whose receives a lane posts before the first message has arrived.
 
     Args:
         message_bytes: bytes of one message.
 
-    >>> most_ahead(1000), most_ahead(4 << 20), most_ahead(1 << 30)
+    >>> most_early_receives(1000), most_early_receives(4 << 20), most_early_receives(1 << 30)
     (16, 4, 2)
     """
-    return min(MOST_AHEAD, max(2, AHEAD_BYTES // max(1, message_bytes)))
+    return min(MOST_EARLY, max(2, EARLY_BYTES // max(1, message_bytes)))
 
 
 @dataclass(frozen=True)
@@ -421,7 +421,7 @@ def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares:
     return sum(most.values()) - highest + TRAVELLING * sum(travelling.values())
 
 
-def posted_ahead(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares: Shares = ALIKE) -> int:
+def early_receive_bytes(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares: Shares = ALIKE) -> int:
     """Return the bytes of activations that gloo allocates for receives that are posted early.
 
     Args:
@@ -432,10 +432,10 @@ def posted_ahead(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], share
     """
     largest = dict[Lane, int]()
     for action in schedule.programs[rank]:
-        if action.begins_ahead and action.writes[0].is_activation:
+        if action.begins_early and action.writes[0].is_activation:
             size = sum(size_in(sizes, shares, buffer) for buffer in action.writes)
             largest[action.lane] = max(largest.get(action.lane, 0), size)
-    return sum(size * (most_ahead(size) - 1) for size in largest.values())
+    return sum(size * (most_early_receives(size) - 1) for size in largest.values())
 
 
 def costs(

@@ -166,10 +166,10 @@ class Grouped(WeightStrategy):
         """Return the number of visits for which a received shard may still be in use after its own visit.
 
         None if weights are not kept as shards."""
-        held, ahead = self._held(step.topology), step.settings.look_ahead
+        held, prefetch = self._held(step.topology), step.settings.look_ahead
         if held == self.sizes(step.topology).state:
             return None
-        return ahead if held == 1 else min(ahead, STREAMING - 1)
+        return prefetch if held == 1 else min(prefetch, STREAMING - 1)
 
     def why_not_exact(self, step: StepSpec) -> str:
         """Return the reason why weights cannot be sent as changes with these groups, or ``""`` if they can."""

@@ -175,15 +175,15 @@ def _program(route: Route, tour: Tour, *, training: bool) -> Iterator[Action]:
     For each visit: transfers of weights (prefetched by ``look_ahead`` visits), computing with offloads and reloads, and
     transfers of gradients."""
     step, model, visits = tour.step, tour.step.model, tour.visits
-    ahead = 0
+    num_pulled = 0
     yield from route.begin()
     for position, visit in enumerate(visits):
         weights: tuple[Buffer, ...] = ()
         if visit.weight_index is not None:
             until = min(visit.weight_index + step.settings.look_ahead, len(route.with_weights) - 1)
-            while ahead <= until:
-                yield from route.pull(route.with_weights[ahead])
-                ahead += 1
+            while num_pulled <= until:
+                yield from route.pull(route.with_weights[num_pulled])
+                num_pulled += 1
             weights = tuple(route.full[visit.weight_index, unit] for unit in model.blocks[visit.block].units)
         micro_batches = step.in_round(route.rank, visit.round)
         for soon in visits[position + 1 : position + 2]:  # one visit ahead: reload while this one computes

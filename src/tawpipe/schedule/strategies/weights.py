@@ -302,7 +302,7 @@ class WeiPipe(Spread):
             UserError: a setting does not work.
         """
         super().check(step)
-        ahead = step.settings.look_ahead
-        if ahead < 1 and step.topology.world_size > 1:
+        prefetch = step.settings.look_ahead
+        if prefetch < 1 and step.topology.world_size > 1:
             reason = "a stage's weights arrive while others are sent"
-            raise UserError("schedule.look_ahead", ahead, f"at least 1 under {self.name}: {reason}")
+            raise UserError("schedule.look_ahead", prefetch, f"at least 1 under {self.name}: {reason}")

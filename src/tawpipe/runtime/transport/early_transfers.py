@@ -71,7 +71,7 @@ class Begun:
     received: dict[Buffer, Tensor] = field(default_factory=dict)
 
 
-class Ahead:
+class EarlyTransfers:
     """Exchanges, all-gathers and reduce-scatters of one rank over gloo, each in two parts: ``begin`` and the rest.
 
     All-gathers and reduce-scatters are rings. They send the fewest possible bytes, equally many over each link between
@@ -103,7 +103,7 @@ class Ahead:
 
     def begins(self, action: Action) -> bool:
         """Return True if ``begin`` may be called for this action before its lane reaches it."""
-        return action.begins_ahead and self.does(action)
+        return action.begins_early and self.does(action)
 
     def begin(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         """Post the receives of an EXCHANGE, or start a ring.
@@ -228,7 +228,7 @@ class Ahead:
         """Start one send or receive, in strict mode with its header before it, and return it."""
         checksum, group = zlib.crc32(about.encode()), self._groups[action.lane, action.group]
         # messages of different counters must never pair
-        counted = 1 if action.op is Op.EXCHANGE else 2 + action.begins_ahead
+        counted = 1 if action.op is Op.EXCHANGE else 2 + action.begins_early
         tag, move = counted << 29 | number % (1 << 8) << 21, dist.isend if send else dist.irecv
         header = None
         if self._strict:
