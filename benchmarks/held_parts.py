@@ -52,7 +52,7 @@ from tawpipe.orders.generate import generate
 from tawpipe.orders.solver.solve import heuristics, solve
 from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.search import search
-from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.work import makespan, play
 from tawpipe.schedule.settings import ScheduleSettings
@@ -181,7 +181,7 @@ def schedules(piece: int, pieces: int) -> Pairs:
         yield drawn_schedule(name, number)
     yield from bins_schedules()
     for ranks, groups, kind in product((1, 2, 3, 5), (1, 4, 7), ("plain", "tied")):
-        laps = build_laps(model_spec(kind, 6), Topology.grid(ranks, 1), groups)
+        laps = build_decode_steps(model_spec(kind, 6), Topology.grid(ranks, 1), groups)
         yield f"laps of {groups} groups on {ranks}, {kind}", ranks_of(laps)
 
 

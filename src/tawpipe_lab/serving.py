@@ -25,18 +25,18 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.plan.machine.machine import uniform
-from tawpipe.runtime.compute.step_input import LapInput
+from tawpipe.runtime.compute.step_input import DecodeInput
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.frame import Frame
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, block_input, ids
-from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.serving.engine import no_homes
-from tawpipe.serving.planner import HAND_S, PassCost, ServeRequest, ServeWay, lap_seconds
+from tawpipe.serving.planner import HAND_S, PassCost, ServeRequest, ServeWay, decode_step_seconds
 from tawpipe.simulate import LinkModel
 from tawpipe.simulate.cost_model import ID_BYTES
 from tawpipe.topology import Topology
@@ -107,19 +107,19 @@ def serving_knobs(name: str, workload: Workload, topology: Topology, between: Li
 
 def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkModel, groups: int) -> Bounds:
     """Return lower bounds of the seconds of a step, and the bytes on links, of a row with ``groups`` groups."""
-    way, laps = planned(workload, topology, between, groups, hand_s=0.0), workload.laps + workload.chunks
+    way, decode_steps = planned(workload, topology, between, groups, hand_s=0.0), workload.laps + workload.chunks
     held, (messages, _) = way.stage_seconds(), way.hops()
-    tokens = groups * (laps * workload.slots + workload.chunks * workload.chunk)
+    tokens = groups * (decode_steps * workload.slots + workload.chunks * workload.chunk)
     sent, received = ([0.0] * topology.num_nodes for _ in range(2))
     for rank in range(topology.world_size):
         last = rank == topology.world_size - 1
-        amount = groups * laps * workload.slots * ID_BYTES if last else tokens * workload.token_bytes
+        amount = groups * decode_steps * workload.slots * ID_BYTES if last else tokens * workload.token_bytes
         here, target = topology.node_of(rank), topology.node_of((rank + 1) % topology.world_size)
         if here != target:
             sent[here] += amount
             received[target] += amount
     long, (heavy, latencies) = way.stage_seconds(workload.chunk), way.hops(workload.chunk)
-    with_chunks = workload.chunks * lap_seconds(long, heavy, latencies, groups)
+    with_chunks = workload.chunks * decode_step_seconds(long, heavy, latencies, groups)
     compute_s, link_s = (
         groups * (workload.laps * max(usual) + workload.chunks * max(more))
         for usual, more in ((held, long), (messages, heavy))
@@ -127,7 +127,7 @@ def serving_bounds(workload: ServingWorkload, topology: Topology, between: LinkM
     return Bounds(compute_s, link_s, workload.laps * way.token_s + with_chunks, tuple(sent), tuple(received))
 
 
-class LapContender(Contender):
+class DecodeContender(Contender):
     """Contender that runs the decode steps of a serving workload.
 
     Raises:
@@ -141,8 +141,8 @@ class LapContender(Contender):
         if not isinstance(workload, ServingWorkload) or set(knobs) != {"groups"}:
             raise UserError(name, sorted(knobs), "a workload of the kind serving, and groups as its only knob")
         super().__init__(name, dict(knobs))
-        self.laps, self._workload = 0, workload
-        self.schedule = build_laps(serving_model(workload), topology, knobs["groups"])
+        self.decode_steps, self._workload = 0, workload
+        self.schedule = build_decode_steps(serving_model(workload), topology, knobs["groups"])
         verify(self.schedule, one_thread=True)
         self.sleeper, device = Sleeper(self._busy), torch.device("cpu")
         self._compute = _SleepingPasses(workload, topology.world_size, self.sleeper)
@@ -157,15 +157,15 @@ class LapContender(Contender):
 
     def step(self) -> None:
         self._compute.begin()
-        self.laps = self._executor.loop(self.schedule)
+        self.decode_steps = self._executor.loop(self.schedule)
 
     @property
     def token_s(self) -> float:
         """Mean seconds from one token of a group to its next in the last step; 0.0 on all ranks but the first.
 
         The first decode step, and those with chunks of prompts, are not counted."""
-        groups, laps = self.knobs["groups"], self._workload.laps
-        times = self._compute.began[groups : groups * laps : groups]  # skip the first decode step
+        groups, decode_steps = self.knobs["groups"], self._workload.laps
+        times = self._compute.began[groups : groups * decode_steps : groups]  # skip the first decode step
         return (times[-1] - times[0]) / (len(times) - 1) if times else 0.0
 
     @property
@@ -198,7 +198,7 @@ class _SleepingPasses:
         """Forget all times and messages of the step before."""
         self.began, self.back, self._held = [], [], {}
 
-    def forward(self, action: Action, frame: Frame[LapInput]) -> None:
+    def forward(self, action: Action, frame: Frame[DecodeInput]) -> None:
         """Sleep for one block of a pass, and store the header for the next block; the first block writes the header.
 
         The first block also notes the time, and marks the step as ended after its last decode step."""
@@ -217,11 +217,11 @@ class _SleepingPasses:
         if self._alone and block > work.layers:
             self.back.append(time.perf_counter())
 
-    def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
+    def prepare(self, action: Action, frame: Frame[DecodeInput]) -> None:
         """Set ``frame.inputs.last`` to True if the header of a received pass says that it is the last."""
         frame.inputs.last |= bool(self._held[action.reads[0]][0])
 
-    def travel(self, action: Action, frame: Frame[LapInput]) -> None:
+    def travel(self, action: Action, frame: Frame[DecodeInput]) -> None:
         """Run an EXCHANGE: send messages of full size, and store the headers of the received ones.
 
         The first rank also notes the times at which tokens arrive."""
@@ -232,7 +232,7 @@ class _SleepingPasses:
             if buffer.kind is Kind.IDS:
                 self.back.append(time.perf_counter())
 
-    def room_for(self, action: Action, frame: Frame[LapInput]) -> dict[Buffer, Tensor]:
+    def room_for(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
         """Return the tensors that receive the messages of an action, by buffer; reused in every decode step."""
         return {buffer: self._room(buffer)[1] for buffer in action.writes}
 

@@ -30,7 +30,7 @@ from tawpipe_lab.cluster.cluster import own_traffic
 from tawpipe_lab.contender import Contender, Maker
 from tawpipe_lab.ours_run import OurContender, PipelineContender
 from tawpipe_lab.rivals import deepspeed, fsdp, pipelining
-from tawpipe_lab.serving import ROWS, LapContender
+from tawpipe_lab.serving import ROWS, DecodeContender
 from tawpipe_lab.sleeper import Pace, Slowdown
 from tawpipe_lab.workload import RealWorkload, Workload, from_spelled_out, merge_knobs
 
@@ -115,7 +115,7 @@ def makers() -> dict[str, Maker]:
         **dict.fromkeys(deepspeed.NAMES, deepspeed.make),
         **dict.fromkeys(pipelining.NAMES, pipelining.make),
         **dict.fromkeys(ours.rows(), _make_ours),
-        **dict.fromkeys(ROWS, LapContender),
+        **dict.fromkeys(ROWS, DecodeContender),
     }
 
 
@@ -228,7 +228,7 @@ def _measure(
         step["idle_start"], step["idle_end"] = map(fmean, zip(*idle, strict=True))
     if None not in losses:
         step["loss"] = sum(losses)
-    if isinstance(contender, LapContender):
+    if isinstance(contender, DecodeContender):
         step |= {"token": contender.token_s, "first": contender.first_s}
     reading.steps.append(step)
 

@@ -59,7 +59,7 @@ def served(world: World) -> list[Any]:
     found = []
     for _ in range(2):
         contender.step()
-        found.append((contender.laps, contender.token_s, contender.first_s))
+        found.append((contender.decode_steps, contender.token_s, contender.first_s))
     asked = contender.sleeper.asked_s
     contender.close()
     return [found, asked]

@@ -11,8 +11,8 @@ from schedules import llama
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Op
 from tawpipe.schedule.buffers import Kind, ids, layer_cache
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.schedule.hazards import Hazards
-from tawpipe.schedule.laps import build_laps
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.step import Schedule
@@ -21,7 +21,7 @@ from tawpipe.topology import Topology
 
 
 def _laps(ranks: int, groups: int, layers: int | None = None, *, tied: bool = False) -> Schedule:
-    return build_laps(llama(layers or ranks, tied=tied), Topology.grid(ranks, 1), groups)
+    return build_decode_steps(llama(layers or ranks, tied=tied), Topology.grid(ranks, 1), groups)
 
 
 def _with(schedule: Schedule, rank: int, program: list[Action]) -> Schedule:
@@ -43,7 +43,7 @@ def test_decode_steps_verify_with_lanes_and_with_one_thread(ranks):
 
 def test_decode_step_verifies_on_nodes_with_tied_embeddings():
     for layout in (None, Layout(7, (0, 1, 4, 6), (0, 1, 2, 3))):  # the embedding and the head each alone on a rank
-        schedule = build_laps(llama(5, tied=True), Topology.grid(2, 2), 5, layout)
+        schedule = build_decode_steps(llama(5, tied=True), Topology.grid(2, 2), 5, layout)
         verify(schedule)
         verify(schedule, one_thread=True)
         assert schedule.homes[0].copies == ((0,), (3,))  # whole where it embeds, and whole where it is the head's
@@ -125,4 +125,4 @@ def test_impossible_decode_steps_are_refused():
     with pytest.raises(UserError, match="layers of the model"):
         _laps(3, 1, layers=2)
     with pytest.raises(UserError, match="stages of a lap"):
-        build_laps(llama(4), Topology.grid(2, 1), 1, Layout.even(6, 2, 2))
+        build_decode_steps(llama(4), Topology.grid(2, 1), 1, Layout.even(6, 2, 2))

@@ -27,9 +27,9 @@ from served_families import (
 )
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
+from tawpipe.serving.decode_steps import drawn_message, header_of, read_drawn, read_header
 from tawpipe.serving.engine import Engine, load_engine
 from tawpipe.serving.generate import Wanted
-from tawpipe.serving.laps import drawn_message, header_of, read_drawn, read_header
 from tawpipe.serving.passes import Drawn, Pass, Room, Row, Sampling
 from tawpipe.serving.stage import StayingStage
 

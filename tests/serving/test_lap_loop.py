@@ -16,7 +16,7 @@ from given_time import GivenTime, given_time
 from schedules import llama
 from tawpipe.errors import RunError
 from tawpipe.model.units import ParameterSlot, Unit
-from tawpipe.runtime.compute.step_input import LapInput
+from tawpipe.runtime.compute.step_input import DecodeInput
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.frame import Frame
 from tawpipe.runtime.homes.storage import Storage
@@ -24,7 +24,7 @@ from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.world import World
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, block_input, ids, layer_cache
-from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
@@ -46,7 +46,7 @@ class CountedPasses:
         """By cache the passes that have met it."""
         self.drawn: list[int] = []
 
-    def forward(self, action: Action, frame: Frame[LapInput]) -> None:
+    def forward(self, action: Action, frame: Frame[DecodeInput]) -> None:
         group, block = action.micro_batch, action.block
         if block == 0:
             self.drawn += self.held.pop(ids(group), [])[:1]
@@ -61,14 +61,14 @@ class CountedPasses:
             self.seen.setdefault(layer_cache(block), []).append(carried[0])
         self.held[ids(group) if block == self.head else block_input(group, block + 1)] = carried
 
-    def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
+    def prepare(self, action: Action, frame: Frame[DecodeInput]) -> None:
         frame.inputs.last |= bool(self.held[action.reads[0]][1])
 
-    def travel(self, action: Action, frame: Frame[LapInput]) -> None:
+    def travel(self, action: Action, frame: Frame[DecodeInput]) -> None:
         sent = {t.buffer: torch.tensor(self.held.pop(t.buffer)) for t in action.transfers if t.send}
         self.held |= {buffer: tensor.tolist() for buffer, tensor in frame.transport.exchange(action, sent).items()}
 
-    def room_for(self, action: Action, frame: Frame[LapInput]) -> dict[Buffer, Tensor]:
+    def room_for(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
         return {buffer: torch.zeros(ROOM, dtype=torch.long) for buffer in action.writes}
 
 
@@ -97,7 +97,7 @@ def delays(seed: int) -> Callable[[str], Callable[[], float]]:
 
 def looped(world: World, groups: int, last: int) -> dict[str, Any]:
     """In a worker: two loops, one after the other, with a delay here and there."""
-    schedule = build_laps(llama(world.size, tied=True), world.nodes, groups)
+    schedule = build_decode_steps(llama(world.size, tied=True), world.nodes, groups)
     compute: Any = CountedPasses(schedule, last)
     executor = executor_of(world, schedule, compute, delays(world.rank))
     laps = [executor.loop(schedule)]
@@ -124,7 +124,7 @@ def test_every_stage_runs_all_passes_in_order_and_stops_after_one_step(pool, ran
 
 def failing(world: World) -> str:
     """In a worker: a stage fails in the third lap."""
-    schedule = build_laps(llama(world.size), world.nodes, 2)
+    schedule = build_decode_steps(llama(world.size), world.nodes, 2)
     executor = executor_of(world, schedule, CountedPasses(schedule, 1000, fails=5))
     try:
         executor.loop(schedule)
@@ -147,7 +147,7 @@ class IdlePasses(CountedPasses):
 
     time: GivenTime
 
-    def forward(self, action: Action, frame: Frame[LapInput]) -> None:
+    def forward(self, action: Action, frame: Frame[DecodeInput]) -> None:
         if action.block == action.micro_batch == 0:
             self.time.looked()
             self.time.now += 0.6
@@ -156,7 +156,7 @@ class IdlePasses(CountedPasses):
 
 
 def test_idle_decode_loop_never_exceeds_the_watchdog_limit(monkeypatch):
-    schedule, ended = build_laps(llama(1), Topology.grid(1, 1), 2), list[str]()
+    schedule, ended = build_decode_steps(llama(1), Topology.grid(1, 1), 2), list[str]()
     world = World(schedule.topology, 0, torch.device("cpu"), None)
     passes = IdlePasses(schedule, 13)
     passes.time = given_time(monkeypatch)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from schedules import NAMES, llama, step_for
-from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.sizes.traffic import link_elements
 from tawpipe.schedule.step import Schedule
@@ -18,7 +18,7 @@ from tawpipe.topology import Topology
 def placing(strategy: str, nodes: int, local: int, *, tied: bool = False) -> Schedule:
     model, topology = llama(nodes * local, tied=tied), Topology.grid(nodes, local)
     homes = step_for(model, topology, nodes * local, strategy=strategy).homes
-    stages = build_laps(model, topology, 1).homes
+    stages = build_decode_steps(model, topology, 1).homes
     wanted = [[u for u, home in enumerate(stages) if home.index(rank) is not None] for rank in range(nodes * local)]
     return build_placing(model, topology, homes, wanted)
 

@@ -12,7 +12,7 @@ from tawpipe.model.units import ParameterSlot, Unit
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.world import World
-from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.serving.placed import placed_weights
 from tawpipe.serving.placing import build_placing
 
@@ -31,7 +31,7 @@ def placed(world: World, strategy: str) -> dict[int, bool]:
         if (stripe := home.index(world.rank)) is not None:
             whole = torch.arange(home.padded, dtype=torch.float32) + 1e5 * unit
             storage.compute_copy[unit].copy_(whole[stripe * home.shard_size : (stripe + 1) * home.shard_size])
-    stages = build_laps(model, world.topology, 1).homes
+    stages = build_decode_steps(model, world.topology, 1).homes
     wanted = [[u for u, home in enumerate(stages) if home.index(rank) is not None] for rank in range(world.size)]
     schedule = build_placing(model, world.topology, homes, wanted)
     transport = Transport(world.topology, world.rank, [schedule], device=world.device, strict=True)

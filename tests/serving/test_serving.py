@@ -13,7 +13,7 @@ from tawpipe.errors import UserError
 from tawpipe.plan.machine.machine import Machine, uniform
 from tawpipe.schedule.actions import Op
 from tawpipe.schedule.buffers import ids
-from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.spec import BlockSpec, ModelSpec, UnitSpec
 from tawpipe.serving.held import WeightBytes
@@ -24,8 +24,8 @@ from tawpipe.serving.planner import (
     ServeRequest,
     ServeWay,
     best_chunk,
+    decode_step_seconds,
     fullest_bytes,
-    lap_seconds,
 )
 from tawpipe.simulate import BlockCost, CostModel, LinkModel, MicroBatchSize, Seconds, play
 from tawpipe.topology import Topology
@@ -53,7 +53,7 @@ def played(way: ServeWay, *, chunk: int = 0) -> tuple[float, float]:
         chunk: that every pass has.
     """
     asked, size = way.request, way.stages.stages
-    schedule = build_laps(asked.model, Topology.grid(size, 1), way.groups, way.stages)
+    schedule = build_decode_steps(asked.model, Topology.grid(size, 1), way.groups, way.stages)
     layer = BlockCost(Seconds(asked.costs[1].seconds(way.slots + chunk)))
     costs = CostModel(
         (BlockCost(), *[layer] * 4, BlockCost()),
@@ -102,7 +102,7 @@ def test_number_of_groups_grows_with_the_latency_up_to_its_gain():
 
     assert [groups(hop_s) for hop_s in (0.0, 5 * MS, 25 * MS)] == [4, 6, 6], "no more than keep passes at 8 users"
     stages, hops = [10 * MS] * 4, [5 * MS] * 4
-    rates = {g: g / lap_seconds(stages, [0.0] * 4, hops, g) for g in range(1, 17)}
+    rates = {g: g / decode_step_seconds(stages, [0.0] * 4, hops, g) for g in range(1, 17)}
     assert rates[6] / rates[4] == pytest.approx(1.5)
     assert max(rates.values()) == pytest.approx(rates[6]), "more than that gain nothing"
 

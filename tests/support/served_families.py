@@ -22,7 +22,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.weights import ModuleSource
 from tawpipe.pipeline.steps import Continuation
 from tawpipe.runtime.world import World
-from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.serving.engine import Engine, StagesEngine, load_engine
 from tawpipe.serving.generate import GrowingTexts, Wanted
 from tawpipe.serving.held import hold_weights, refuse_serving
@@ -176,7 +176,7 @@ def staged(family: str, chain: Chain, ours: list[list[int]], pool: WorkerPool) -
 def on_stages(world: World, family: str, *, groups: int = 2, compression: str = "", **sampling: Any) -> Any:
     """The texts of a pipeline of all ranks; on rank 0."""
     asked, chain = wanted(**sampling), Chain(random_model(family).requires_grad_(False))
-    schedule = build_laps(chain.spec, world.topology, groups)
+    schedule = build_decode_steps(chain.spec, world.topology, groups)
     staying(chain, blocks=schedule.step.strategy.computes(schedule.step)[world.rank])
     room = Room(groups, 2, asked.longest, CHUNK)
     engine = StagesEngine(chain, room, world, schedule, compression=compression)

@@ -21,8 +21,8 @@ from tawpipe.model.weights import ModuleSource
 from tawpipe.runtime.homes.optimizer import OptimizerFactory
 from tawpipe.runtime.homes.step_result import StepResult
 from tawpipe.runtime.world import World
-from tawpipe.schedule.laps import build_laps
-from tawpipe.serving import laps
+from tawpipe.schedule.decode_steps import build_decode_steps
+from tawpipe.serving import decode_steps
 from tawpipe.serving.engine import StagesEngine
 from tawpipe.serving.held import hold_weights
 from tawpipe.serving.passes import Drawn, Pass, Room, Row, Sampling
@@ -134,12 +134,12 @@ def decoded(rank: int = 0, *, ranks: int = 2, rounds: int = 6, compression: str 
     with fake_cuda(rank, ranks) as ledger:
         world = World(Topology.grid(ranks, 1), rank, DEVICE, None)
         chain, room = Chain(tiny(4)), Room(2, 2, 16, 4)
-        source, schedule = ModuleSource(chain), build_laps(chain.spec, world.topology, room.groups)
+        source, schedule = ModuleSource(chain), build_decode_steps(chain.spec, world.topology, room.groups)
         chain.prepare(DEVICE, torch.float32)
         hold_weights(chain, schedule.step.strategy.computes(schedule.step)[rank], source.unit)
         engine = StagesEngine(chain, room, world, schedule, compression=compression)
         passes = _Passes(room, rounds)
-        with patch.object(laps, "read_header", lambda _, group: passes.feed(group)):  # peers send zeros
+        with patch.object(decode_steps, "read_header", lambda _, group: passes.feed(group)):  # peers send zeros
             engine.run(passes if rank == 0 else None)
         engine.close()
         ledger.sweep()

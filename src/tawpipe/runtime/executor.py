@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import RunError
-from tawpipe.runtime.compute.step_input import LapInput, StepInput
+from tawpipe.runtime.compute.step_input import DecodeInput, StepInput
 from tawpipe.runtime.frame import Frame, UpdateRule
 from tawpipe.runtime.homes.home_actions import HomeActions, Optimizers
 from tawpipe.runtime.homes.step_result import VALUES, StepResult
@@ -226,22 +226,22 @@ class Executor:
         passes, so all ranks stop after the same decode step and no receive stays open.
         """
         self._refuse_after_failure()
-        laps = deque[tuple[LapInput, _Issued]]()
+        decode_steps = deque[tuple[DecodeInput, _Issued]]()
         ends, on_cuda = {action.lane: action for action in schedule.programs[self.rank]}, self.device.type == "cuda"
         # On CPUs, do not wait for lanes that end with a receive: this thread would wake together with the computing
         # thread and compete with it while it issues the next decode step.
         awaited = [lane for lane, action in ends.items() if on_cuda or not action.begins_early]
         number, last = 0, False
-        while laps or not last:
-            while len(laps) < DECODE_STEPS_IN_FLIGHT and not last:
-                lap = LapInput(number)
-                frame = Frame(self._buffers, self.transport, lap)
-                laps.append((lap, self._issue(schedule, frame, f"decode step {number + 1}")))
+        while decode_steps or not last:
+            while len(decode_steps) < DECODE_STEPS_IN_FLIGHT and not last:
+                decode_step = DecodeInput(number)
+                frame = Frame(self._buffers, self.transport, decode_step)
+                decode_steps.append((decode_step, self._issue(schedule, frame, f"decode step {number + 1}")))
                 number += 1
-            lap, issued = laps.popleft()
+            decode_step, issued = decode_steps.popleft()
             for lane in awaited:
                 issued.last[lane].wait()
-            last |= lap.last
+            last |= decode_step.last
         self.drain()
         return number
 

@@ -22,11 +22,11 @@ from tawpipe.runtime.dtype import AUTO, DTYPES, computes_in_bfloat16, usual_dtyp
 from tawpipe.runtime.executor import Executor
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.world import World
-from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
+from tawpipe.serving.decode_steps import ServeCompute
 from tawpipe.serving.held import hold_weights, refuse_serving
-from tawpipe.serving.laps import ServeCompute
 from tawpipe.serving.passes import Drawn, Pass, PassFeeder, Room, Sampling
 from tawpipe.serving.requests import Question, Slots
 from tawpipe.serving.stage import StayingStage
@@ -194,7 +194,7 @@ def load_engine(
     refuse_serving(chain, room.context)
     if world.size > 1 and chain.why_not_staged:
         raise UserError("model", str(model), f"one that runs in stages, or one process: {chain.why_not_staged}")
-    schedule = build_laps(chain.spec, world.topology, room.groups)
+    schedule = build_decode_steps(chain.spec, world.topology, room.groups)
     blocks = schedule.step.strategy.computes(schedule.step)[world.rank]
 
     source = built.source(chain, seed=0)

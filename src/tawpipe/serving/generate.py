@@ -24,7 +24,7 @@ from tawpipe.runtime.compute.measures import Head, Measure
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.world import World
-from tawpipe.schedule.laps import build_laps
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.serving.drawing import draw
 from tawpipe.serving.engine import Engine, StagesEngine
@@ -207,17 +207,17 @@ class Generator:
 
         Call on all ranks. The first call also creates the communication groups, which waits for all ranks."""
         world, chain, homes = self._world, self._chain, self._storage.homes
-        laps = build_laps(chain.spec, world.topology, room.groups)
-        stages = laps.step.strategy.computes(laps.step)
+        schedule = build_decode_steps(chain.spec, world.topology, room.groups)
+        stages = schedule.step.strategy.computes(schedule.step)
         wanted = [[unit.index for unit in chain.units if set(stage).intersection(unit.blocks)] for stage in stages]
         placing = build_placing(chain.spec, world.topology, tuple(homes), wanted)
         if self._transport is None:
             world.wait_patiently()  # other ranks may arrive later, and groups must form within a time limit
-            self._transport = Transport(world.topology, world.rank, [laps, placing], device=world.device)
+            self._transport = Transport(world.topology, world.rank, [schedule, placing], device=world.device)
             verify(placing, one_thread=True)
         placed = placed_weights(placing, self._storage, self._transport)
         hold_weights(chain, stages[world.rank], lambda unit: self._numbers(unit, placed.pop(unit.index)))
-        return StagesEngine(chain, room, world, laps, transport=self._transport)
+        return StagesEngine(chain, room, world, schedule, transport=self._transport)
 
     def _numbers(self, unit: Unit, flat: Tensor) -> Tensor:
         """Return the weights of ``unit`` as plain values of the compute type, without padding or packing.

@@ -21,7 +21,7 @@ import numpy as np
 from tawpipe.console import columns
 from tawpipe.errors import UserError
 from tawpipe.plan.machine.machine import Machine
-from tawpipe.schedule.laps import Laps
+from tawpipe.schedule.decode_steps import DecodeSteps
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.simulate.cost_model import ID_BYTES
@@ -137,7 +137,7 @@ def fullest_bytes(model: ModelSpec, stages: Layout, weight_bytes: Sequence[float
         weight_bytes: bytes per element of each unit.
         cache_bytes: bytes of the keys and values of one layer.
     """
-    homes, most = Laps(stages).place(model, Topology.grid(stages.stages, 1)), 0.0
+    homes, most = DecodeSteps(stages).place(model, Topology.grid(stages.stages, 1)), 0.0
     for rank in range(stages.stages):
         widths = zip(homes, weight_bytes, strict=True)
         weights = sum(home.padded * width for home, width in widths if home.index(rank) is not None)
@@ -146,7 +146,9 @@ def fullest_bytes(model: ModelSpec, stages: Layout, weight_bytes: Sequence[float
     return most
 
 
-def lap_seconds(stages: Sequence[float], messages: Sequence[float], latencies: Sequence[float], groups: int) -> float:
+def decode_step_seconds(
+    stages: Sequence[float], messages: Sequence[float], latencies: Sequence[float], groups: int
+) -> float:
     """Return the seconds from one pass of a group to its next pass, which is the time between two tokens of a user.
 
     Args:
@@ -155,7 +157,7 @@ def lap_seconds(stages: Sequence[float], messages: Sequence[float], latencies: S
         latencies: further seconds of each message.
         groups: number of groups.
 
-    >>> lap_seconds([0.01] * 4, [0.0] * 4, [0.005] * 4, 6), lap_seconds([0.01] * 4, [0.0] * 4, [0.005] * 4, 8)
+    >>> decode_step_seconds([0.01] * 4, [0.0] * 4, [0.005] * 4, 6), decode_step_seconds([0.01] * 4, [0.0] * 4, [0.005] * 4, 8)
     (0.06, 0.08)
     """
     return max(sum((*stages, *messages, *latencies)), groups * max((*stages, *messages)))
@@ -217,7 +219,7 @@ class ServeWay:
     @cached_property
     def token_s(self) -> float:
         """Seconds from one token of a user to the next."""
-        return lap_seconds(self.stage_seconds(), *self.hops(), self.groups)
+        return decode_step_seconds(self.stage_seconds(), *self.hops(), self.groups)
 
     @cached_property
     def first_s(self) -> float:
@@ -228,9 +230,9 @@ class ServeWay:
         one, the last chunk waits for that stage, as all earlier chunks do.
         """
         times, (held, latencies) = self.stage_seconds(self.chunk), self.hops(self.chunk)
-        lap = lap_seconds(times, held, latencies, self.groups)
-        through = sum((*times, *held, *latencies)) if times[0] == max((*times, *held)) else lap
-        return through + (-(-self.request.context // max(1, self.chunk)) - 1) * lap / self.groups
+        decode_step_s = decode_step_seconds(times, held, latencies, self.groups)
+        through = sum((*times, *held, *latencies)) if times[0] == max((*times, *held)) else decode_step_s
+        return through + (-(-self.request.context // max(1, self.chunk)) - 1) * decode_step_s / self.groups
 
     @property
     def tokens_per_s(self) -> float:

@@ -77,7 +77,7 @@ class StepInput:
 
 
 @dataclass
-class LapInput:
+class DecodeInput:
     """Values that the actions of one decode step share.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
-from tawpipe.runtime.compute.step_input import LapInput
+from tawpipe.runtime.compute.step_input import DecodeInput
 from tawpipe.runtime.frame import Frame
 from tawpipe.runtime.transport.compression import decode, encode
 from tawpipe.schedule.actions import Action
@@ -111,7 +111,7 @@ class ServeCompute:
             Kind.IDS: _HEAD.size + (rows + room.chunk) * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
         }
 
-    def forward(self, action: Action, frame: Frame[LapInput]) -> None:
+    def forward(self, action: Action, frame: Frame[DecodeInput]) -> None:
         """Compute one block for one group's pass, store the output for the next block, and drop the ``frees``.
 
         Block 0 first returns the tokens of the group's previous pass to the feeder, and gets the next pass from it,
@@ -132,7 +132,7 @@ class ServeCompute:
         for buffer in action.frees:
             self._held.pop(buffer, None)
 
-    def prepare(self, action: Action, frame: Frame[LapInput]) -> None:
+    def prepare(self, action: Action, frame: Frame[DecodeInput]) -> None:
         """Run a PREPARE action on a later stage: decode a received message, and compute the layer arguments.
 
         The pass with its hidden states replaces the message. The arguments are stored for the layers of this stage.
@@ -143,7 +143,7 @@ class ServeCompute:
         self._held[arrived] = carried, hidden
         self._held[context(action.micro_batch)] = self.stage.calls(carried) if carried.rows else ()
 
-    def travel(self, action: Action, frame: Frame[LapInput]) -> None:
+    def travel(self, action: Action, frame: Frame[DecodeInput]) -> None:
         """Run an EXCHANGE action: send and receive messages of hidden states or drawn tokens.
 
         Sent messages are dropped from this rank, and received ones are stored. On CUDA, first wait until at most
@@ -169,12 +169,12 @@ class ServeCompute:
                 tensor.record_stream(self.stream)
             self._under_way.append(torch.cuda.current_stream().record_event())
 
-    def room_for(self, action: Action, frame: Frame[LapInput]) -> dict[Buffer, Tensor]:
+    def room_for(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
         """Return empty buffers for the longest messages that an EXCHANGE action may receive."""
         empty = partial(torch.empty, dtype=torch.uint8, device=self.chain.device)
         return {buffer: empty(self._room[buffer.kind]) for buffer in action.writes}
 
-    def _embed(self, group: int, inputs: LapInput) -> tuple[Pass, Tensor]:
+    def _embed(self, group: int, inputs: DecodeInput) -> tuple[Pass, Tensor]:
         """Return the tokens of a group's previous pass to the feeder, get the next pass, and compute its embedding.
 
         The arguments of the layers are stored. ``inputs.last`` becomes True if the pass is the last one.

@@ -44,7 +44,7 @@ LANES = (Lane.INTER_W, Lane.GATHER, Lane.INTER_G)
 
 
 @dataclass(eq=False)
-class Laps(Strategy):
+class DecodeSteps(Strategy):
     """Strategy of decoding: each unit is whole on every rank that computes with it, and nothing is trained.
 
     Args:
@@ -83,7 +83,7 @@ class Laps(Strategy):
         return Schedule(self.name, step, programs, ((),) * len(world), training=False, looped=True)
 
 
-def build_laps(model: ModelSpec, topology: Topology, groups: int, stages: Layout | None = None) -> Schedule:
+def build_decode_steps(model: ModelSpec, topology: Topology, groups: int, stages: Layout | None = None) -> Schedule:
     """Return the schedule of one decode step, in which each of ``groups`` groups of requests passes all stages once.
 
     Args:
@@ -105,14 +105,14 @@ def build_laps(model: ModelSpec, topology: Topology, groups: int, stages: Layout
         )
     if groups < 1:
         raise UserError("groups of a lap", groups, "at least 1")
-    strategy = Laps(stages)
+    strategy = DecodeSteps(stages)
     settings = strategy.settle(ScheduleSettings(strategy=strategy.name, micro_batches_per_visit=1))
     everyone = (tuple(range(groups)),) * world
     step = StepSpec(strategy, model, topology, settings, everyone, losses=((),) * world)
     return strategy.build(step, training=False)
 
 
-def _program(strategy: Laps, step: StepSpec, rank: int) -> Iterator[Action]:
+def _program(strategy: DecodeSteps, step: StepSpec, rank: int) -> Iterator[Action]:
     """Yield the actions of ``rank`` in a decode step: it computes each group and passes it to the next stage.
 
     The last stage sends sampled tokens to the first stage, which receives them at the end of the step."""
