@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tawpipe.runtime.transport.exact import CODED, best_form, changes, decode_change, encode_change
 from tawpipe.runtime.transport.exact_gradients import decode_gradient, encode_gradient
-from tawpipe.schedule.spec import coded_room
+from tawpipe.schedule.spec import coded_bytes
 
 VOCABULARY, LENGTH, ROWS, SUMMANDS = 4096, 128, 8, (1, 2, 4, 8, 16, 32)
 ROOT = Path(__file__).parents[1]
@@ -141,7 +141,7 @@ def of_sums(text: Tensor, steps: int) -> list[dict[str, Any]]:
     each, rows = run.gradients(max(SUMMANDS)), list[dict[str, Any]]()
     sums = [("fp32", count, torch.stack(each[:count]).float().sum(0)) for count in SUMMANDS]
     for kind, count, values in [*sums, ("bf16", 1, each[0])]:
-        room = torch.empty(coded_room(values.numel(), values.itemsize), dtype=torch.uint8)
+        room = torch.empty(coded_bytes(values.numel(), values.itemsize), dtype=torch.uint8)
         target, used = torch.empty_like(values), encode_gradient(values, room)
         decode_gradient(room, target)
         assert torch.equal(target.view(torch.uint8), values.view(torch.uint8))

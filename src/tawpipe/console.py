@@ -306,15 +306,15 @@ class _Bar:
         self.step, self.num_steps, self.texts, self.ends_at = step, num_steps, texts, ends_at
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> RenderResult:
-        room = max(1, options.max_width - 1)  # some terminals start a new line after a completely filled one
+        line_width = max(1, options.max_width - 1)  # some terminals start a new line after a completely filled one
         texts = [f"step {self.step:>{len(str(self.num_steps))}}/{self.num_steps}", *self.texts]
         if self.ends_at is not None:
             texts.insert(2, f"{duration(max(0.0, self.ends_at - self.clock()))} left")
-        while len(texts) > 1 and len(" | ".join(texts)) > room:
+        while len(texts) > 1 and len(" | ".join(texts)) > line_width:
             texts.pop()
         head, *rest = texts
-        width = min(WIDTHS[1], room - len(" | ".join(texts)) - 3)
-        yield Text(head[:room], end="")
+        width = min(WIDTHS[1], line_width - len(" | ".join(texts)) - 3)
+        yield Text(head[:line_width], end="")
         if width >= WIDTHS[0]:
             bar = ProgressBar(total=self.num_steps, completed=self.step, width=width)
             yield Segment(" ")

@@ -62,9 +62,9 @@ class DealtWorkload(TimedWorkload):
 
         Micro-batches that ranks share are not in the result.
         """
-        room = (step.settings.keep_mib or 0) * 2**20 / step.settings.micro_batches_per_visit
+        keep_bytes = (step.settings.keep_mib or 0) * 2**20 / step.settings.micro_batches_per_visit
         numbers = range(self.shared, self.micro_batches)
-        layers = {m: int(room / max(1.0, self.graph_bytes * self.tokens(m))) for m in numbers}
+        layers = {m: int(keep_bytes / max(1.0, self.graph_bytes * self.tokens(m))) for m in numbers}
         return {m: range(max(1, self.layers - many + 1), self.layers + 1) for m, many in layers.items()}
 
     def rounds_s(self, step: StepSpec | None) -> list[list[float]]:
@@ -159,8 +159,8 @@ def mean_pack(workload: LengthsWorkload, packing: str, positions: int, pipelines
 
     Its number of micro-batches is the number of packed micro-batches that ``pipelines`` pipelines over ``positions``
     positions have with this packing."""
-    tokens, room = workload.tokens / pipelines, workload.max_document if packing == "rows" else workload.bin_tokens
-    each = packs_of_a_pipeline(0, positions, tokens) if packing == "balanced" else -(-tokens // room)
+    tokens, cap = workload.tokens / pipelines, workload.max_document if packing == "rows" else workload.bin_tokens
+    each = packs_of_a_pipeline(0, positions, tokens) if packing == "balanced" else -(-tokens // cap)
     return _alike(workload, workload.lengths, int(each) * pipelines)
 
 
@@ -229,14 +229,14 @@ def _first_fit(lengths: Sequence[int], cap: int) -> Iterator[tuple[int, ...]]:
 
     Each document goes into the first micro-batch with enough space."""
     packs: list[list[int]] = []
-    room: list[int] = []
+    free_tokens: list[int] = []
     for number, length in enumerate(lengths):
-        at = next((at for at, left in enumerate(room) if left >= length), len(packs))
+        at = next((at for at, left in enumerate(free_tokens) if left >= length), len(packs))
         if at == len(packs):
             packs.append([])
-            room.append(cap)
+            free_tokens.append(cap)
         packs[at].append(number)
-        room[at] -= length
+        free_tokens[at] -= length
     return map(tuple, packs)
 
 

@@ -285,8 +285,8 @@ def pipeline_costs(workload: TimedWorkload, recompute: str | None = None) -> Pip
             inputs, kept = inputs - forward, round(part.graph_bytes / workload.activation_bytes, 3)
         times = round(1e6 * forward), round(1e6 * inputs), round(1e6 * weights)
         blocks.append(BlockTimes(*times, kept=kept, kept_for_weights=waiting))
-    room = math.inf if workload.room is None else workload.room
-    return PipelineCosts(tuple(blocks), memory=room, host=1e6 * workload.host_s)
+    memory = math.inf if workload.room is None else workload.room
+    return PipelineCosts(tuple(blocks), memory=memory, host=1e6 * workload.host_s)
 
 
 def _balanced(name: str, work: Known, topology: Topology, settings: OurSettings) -> str:

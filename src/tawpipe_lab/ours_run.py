@@ -241,7 +241,7 @@ class _SleepingCompute:
         self._held |= frame.transport.exchange(action, tensors)
         self._drop(action)
 
-    def room_for(self, action: Action, frame: Frame) -> dict[Buffer, Tensor]:
+    def receive_buffers(self, action: Action, frame: Frame) -> dict[Buffer, Tensor]:
         return {buffer: self._new(buffer) for buffer in action.writes}
 
     def _compute(self, action: Action, seconds: float) -> None:

@@ -192,7 +192,7 @@ class _SleepingPasses:
         self.back: list[float] = []
         """Times at which the tokens of each pass arrived back on the first rank."""
         self._held: dict[Buffer, bytes] = {}
-        self._sent, self._room = cache(self._message), cache(self._room_of)
+        self._sent, self._receive_buffer = cache(self._message), cache(self._new_receive_buffer)
 
     def begin(self) -> None:
         """Forget all times and messages of the step before."""
@@ -228,21 +228,21 @@ class _SleepingPasses:
         sent = (transfer.buffer for transfer in action.transfers if transfer.send)
         messages = {buffer: self._sent(buffer.kind, self._held.pop(buffer)) for buffer in sent}
         for buffer in frame.transport.exchange(action, messages):
-            self._held[buffer] = bytes(self._room(buffer)[0][:HEADER])
+            self._held[buffer] = bytes(self._receive_buffer(buffer)[0][:HEADER])
             if buffer.kind is Kind.IDS:
                 self.back.append(time.perf_counter())
 
-    def room_for(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
+    def receive_buffers(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
         """Return the tensors that receive the messages of an action, by buffer; reused in every decode step."""
-        return {buffer: self._room(buffer)[1] for buffer in action.writes}
+        return {buffer: self._receive_buffer(buffer)[1] for buffer in action.writes}
 
-    def _room_of(self, buffer: Buffer) -> tuple[bytearray, Tensor]:
+    def _new_receive_buffer(self, buffer: Buffer) -> tuple[bytearray, Tensor]:
         """Return memory for messages into ``buffer``, as a bytearray and as a tensor over it.
 
         Headers are read from the bytearray, because torch is slow in its first call after a sleep.
         """
-        room = bytearray(self._bytes(buffer.kind, b"\0\1"))
-        return room, torch.frombuffer(room, dtype=torch.uint8)
+        memory = bytearray(self._bytes(buffer.kind, b"\0\1"))
+        return memory, torch.frombuffer(memory, dtype=torch.uint8)
 
     def _message(self, kind: Kind, header: bytes) -> Tensor:
         """Return a message with this header and zeros, of the size of a pass or of drawn tokens."""

@@ -209,6 +209,6 @@ def _table_row(row: dict[str, Any], num_columns: int, balanced: dict[str, Any] |
     elif _kind(row) == "lengths":
         columns += _documents(row, balanced)
     elif len(columns) < num_columns:
-        room = row["cell"]["workload"]["room"]
-        columns.append(f"{row['held']:.1f}, {room:g}" if "held" in row else "-")
+        memory_limit = row["cell"]["workload"]["room"]
+        columns.append(f"{row['held']:.1f}, {memory_limit:g}" if "held" in row else "-")
     return columns

@@ -101,7 +101,7 @@ def test_device_sleeps_for_its_stages_and_holds_keys_of_open_slices(name: str) -
         most = 0
         for action in schedule.programs[rank]:
             if action.op is Op.EXCHANGE and action.transfers[0].buffer.is_activation:
-                compute._held |= compute.room_for(action, frame)
+                compute._held |= compute.receive_buffers(action, frame)
                 compute._drop(action)
             elif action.op is Op.FORWARD:
                 compute.forward(action, frame)

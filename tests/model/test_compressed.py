@@ -26,7 +26,7 @@ from tawpipe.model.files.export import export_hugging_face
 from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.serving.engine import load_engine
 from tawpipe.serving.held import stored_form
-from tawpipe.serving.passes import Drawn, Room, Sampling
+from tawpipe.serving.passes import Drawn, Sampling, SlotLayout
 from tawpipe.serving.requests import Question, Slots
 
 SHAPE = {
@@ -87,7 +87,7 @@ def test_transformers_loads_a_compressed_export_with_dequantized_logits(
 
 def test_engine_serves_a_compressed_export_in_its_low_bit_form(tmp_path: Path) -> None:
     exported(tmp_path / "few", "w4a16", dtype=torch.float32)
-    room = Room(1, 1, 64, 8)
+    room = SlotLayout(1, 1, 64, 8)
     engine = load_engine(tmp_path / "few", room, ALONE, dtype="float32")
     assert any(isinstance(module, FewBitsLinear) for module in engine.chain.model.modules())
     told, slots = list[Drawn](), Slots(room, waiting=0)

@@ -14,7 +14,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.weights import ModuleSource
 from tawpipe.serving.engine import Engine
 from tawpipe.serving.held import WeightBytes, hold_weights
-from tawpipe.serving.passes import Pass, Room, Row, Sampling
+from tawpipe.serving.passes import Pass, Row, Sampling, SlotLayout
 
 FORMS = ("w4", "int8")
 
@@ -86,7 +86,7 @@ def test_low_bit_logits_equal_those_of_dequantized_matrices(form: str) -> None:
     with torch.no_grad():
         expected = plain(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
     for chunk in (len(prompt), 4):
-        engine = Engine(staying(Chain(wide()), torch.float32, form=form), Room(1, 1, 16, len(prompt)))
+        engine = Engine(staying(Chain(wide()), torch.float32, form=form), SlotLayout(1, 1, 16, len(prompt)))
         sampling = Sampling(temperature=0.0, logprobs=61)
         for at in range(0, len(prompt), chunk):
             drawn = engine.compute(Pass(0, (Row(0, at, prompt[at : at + chunk], sampling),)))

@@ -19,7 +19,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.kernels import AttentionOptions
 from tawpipe.serving.engine import Engine
 from tawpipe.serving.held import longest_context, refuse_serving
-from tawpipe.serving.passes import Pass, Room, Row, Sampling
+from tawpipe.serving.passes import Pass, Row, Sampling, SlotLayout
 
 QUICK = ("llama", "gpt2", "gemma3_text", "gpt_oss", "deepseek_v3", "roberta", "mamba", "bloom", "llama4_text")
 """Windows, sinks, latent keys, positions of its own; and three that are refused."""
@@ -46,14 +46,14 @@ def test_serving_chunked_attention_equals_generate(monkeypatch: pytest.MonkeyPat
 
 
 def engine_of(model: Any, *, groups: int = 1, slots: int = 3, context: int = 24, chunk: int = CHUNK) -> Engine:
-    return Engine(staying(Chain(model)), Room(groups, slots, context, chunk))
+    return Engine(staying(Chain(model)), SlotLayout(groups, slots, context, chunk))
 
 
 def test_prompts_of_one_token_and_of_the_whole_context_are_served() -> None:
     model, asked = plain_model(), wanted(1)
     prompts = [[7], list(range(3, 27))]
     expected = [generated(model, type(asked)([ids], 1, asked.sampling, frozenset()))[0] for ids in prompts]
-    texts = Joining(type(asked)(prompts, 1, asked.sampling, frozenset()), Room(1, 2, 24, CHUNK), join=(0, 0))
+    texts = Joining(type(asked)(prompts, 1, asked.sampling, frozenset()), SlotLayout(1, 2, 24, CHUNK), join=(0, 0))
     engine_of(model, slots=2).run(texts)
     assert [list(each.ids) for each in texts.continuations] == expected
 

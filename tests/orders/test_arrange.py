@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tawpipe.errors import UserError
 from tawpipe.orders.arrange import arrange, began, joined, justified
+from tawpipe.orders.order_memory import whole_stages
 from tawpipe.orders.passes import Passes
-from tawpipe.orders.room import whole_stages
 from tawpipe.orders.ticks import Ticks
 from tawpipe.orders.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.layout import Layout

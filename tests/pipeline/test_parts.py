@@ -76,11 +76,11 @@ def test_an_unknown_argument_is_a_type_error() -> None:
 def test_third_step_in_flight_checks_the_first_result() -> None:
     judged = steps()
     judged._recent.append(result(alike=False))
-    judged.make_room()  # one may be ahead
+    judged.judge_recent()  # one may be ahead
     judged._recent.append(result())
     judged._recent.append(result(alike=False))
     with pytest.raises(UserError, match="batch: got 'different ones"):
-        judged.make_room()
+        judged.judge_recent()
     judged.drain()  # the caller knows
 
 

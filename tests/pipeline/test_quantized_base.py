@@ -96,7 +96,7 @@ def test_predicted_bytes_of_a_quantized_base_equal_the_held_bytes():
     packed.schedule(2)
     homes = {id(value) for value in (*packed.storage.master.values(), *packed.storage.gradient.values())}
     pools = [value for value in packed.executor._buffers.values() if id(value) not in homes]
-    assert other.buffer_bytes == sum(value.nbytes for value in (*pools, packed.chain._room))
+    assert other.buffer_bytes == sum(value.nbytes for value in (*pools, packed.chain._unpack_buffer))
     assert other.home_bytes < one.home_bytes
     plain.close()
     packed.close()

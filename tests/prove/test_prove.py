@@ -290,7 +290,7 @@ def test_all_remaining_prove_checks_pass_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "models", lambda sizes: dict([*every(sizes).items()][2:3]))
     monkeypatch.setattr(memory, "RECOMPUTE", memory.RECOMPUTE[-1:])
     monkeypatch.setattr(exactness, "STEPS", 2)
-    monkeypatch.setitem(memory.ROOM, "cpu", 2**27)
+    monkeypatch.setitem(memory.MEMORY_BYTES, "cpu", 2**27)
     monkeypatch.setitem(speed.TOKENS, "cpu", 256)
     monkeypatch.setattr(memory, "get_context", lambda _: forking())
     out = tmp_path / "found.json"

@@ -77,7 +77,7 @@ def test_memory_left_by_planning_in_the_allocator_is_detected(given_back, monkey
     monkeypatch.setattr(reserved, "sized", lambda _: llama(hidden=32, layers=2, heads=2, vocabulary=100))
     monkeypatch.setattr(reserved, "dtype_here", lambda _: torch.bfloat16)
     monkeypatch.setitem(reserved.TOKENS, "cuda", 256)
-    monkeypatch.setattr(reserved, "ROOM", 600_000)  # planning leaves 1 MB more
+    monkeypatch.setattr(reserved, "SLACK_BYTES", 600_000)  # planning leaves 1 MB more
     if not given_back:
         for module in (profile, measure):
             monkeypatch.setattr(module, "give_back", lambda _: None)

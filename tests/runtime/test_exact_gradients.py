@@ -19,7 +19,7 @@ from tawpipe.runtime.transport.exact_gradients import decode_gradient, encode_gr
 from tawpipe.schedule.proof.verify import ScheduleError, verify
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sizes.footprint import Widths, costs
-from tawpipe.schedule.spec import coded_room, sum_width
+from tawpipe.schedule.spec import coded_bytes, sum_width
 from tawpipe.simulate import CodingTimes, CostModel, LinkModel, play
 
 SLICE = 1 << 12
@@ -37,7 +37,7 @@ def short_slices():
 
 def there_and_back(values: torch.Tensor) -> int:
     """Bytes of the message, which says every bit."""
-    room = torch.full((coded_room(values.numel(), values.itemsize),), 0xA5, dtype=torch.uint8)
+    room = torch.full((coded_bytes(values.numel(), values.itemsize),), 0xA5, dtype=torch.uint8)
     used = encode_gradient(values, room)
     assert used <= room.numel()
     room[used:] = 0x5A  # what a shorter message leaves in the room for it
@@ -75,7 +75,7 @@ def test_exact_gradient_compression_restores_every_bit(length, dtype, kind, seed
         values *= kind != "zeros"
         if kind == "rows of zeros":
             values[: length // 2] = 0
-    assert there_and_back(values) <= coded_room(length, values.itemsize)
+    assert there_and_back(values) <= coded_bytes(length, values.itemsize)
 
 
 @pytest.mark.parametrize("distance", [0, 1, 13, 14, 15, 200])
@@ -93,7 +93,7 @@ def test_exact_gradient_compression_reaches_its_predicted_width():
         bits = 8 * there_and_back(values) / values.numel()
         assert bits <= 1.06 * 8 * sum_width(4, summands), summands
     assert 8 * there_and_back(sums(1, 1 << 18).bfloat16()) / (1 << 18) <= 1.06 * 8 * sum_width(2, 1)
-    assert there_and_back(torch.randn(1000) * 10.0 ** torch.randint(-30, 30, (1000,))) == coded_room(1000, 4)
+    assert there_and_back(torch.randn(1000) * 10.0 ** torch.randint(-30, 30, (1000,))) == coded_bytes(1000, 4)
 
 
 # schedules
@@ -115,7 +115,7 @@ def test_exact_gradient_schedules_verify_and_bytes_equal_the_simulation(nodes, l
         assert node.sent == pytest.approx(link, rel=0.01)
     assert max(said.link_sent_bytes) < max(before.link_sent_bytes)
     more = said.buffer_bytes - before.buffer_bytes  # one message that leaves and one that arrives
-    assert more == 2 * coded_room(max(home.shard_size for home in schedule.homes), 4)
+    assert more == 2 * coded_bytes(max(home.shard_size for home in schedule.homes), 4)
 
 
 def test_exact_gradient_compression_takes_simulated_time():

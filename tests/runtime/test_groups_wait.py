@@ -19,7 +19,7 @@ from tawpipe.runtime.world import World
 from tawpipe.schedule.placement import Home
 from tawpipe.serving import engine
 from tawpipe.serving.generate import Generator, Wanted
-from tawpipe.serving.passes import Room, Sampling
+from tawpipe.serving.passes import Sampling, SlotLayout
 from tawpipe.topology import Topology
 
 WORLD = World(Topology.grid(2, 1), 0, torch.device("cpu"), None)
@@ -31,7 +31,7 @@ class Made(Exception):
 
 def serves(folder: Any) -> None:
     plain_model().save_pretrained(folder)
-    engine.load_engine(folder, Room(1, 2, 16, 4), WORLD, dtype="float64")
+    engine.load_engine(folder, SlotLayout(1, 2, 16, 4), WORLD, dtype="float64")
 
 
 def trains(_: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tawpipe.runtime.compute.chunks import spans_of
-from tawpipe.runtime.compute.rows import GrowingRoom, Places
+from tawpipe.runtime.compute.rows import GrowingBuffer, Places
 from tawpipe.schedule.buffers import offloaded
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_offload_places_hold_rows_of_any_length_without_growing(tmp_path, in_fil
 
 
 def test_reserved_buffer_keeps_its_content_until_requested():
-    room = GrowingRoom(torch.float32)
+    room = GrowingBuffer(torch.float32)
     there = room.of((2, 3)).fill_(7)
     room.reserve((100,))
     assert torch.equal(room.of((2, 3)), there) and room.of((2, 3)).data_ptr() == there.data_ptr()

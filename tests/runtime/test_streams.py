@@ -155,11 +155,11 @@ def test_streamed_host_homes_are_used_by_no_other_stream(monkeypatch, case):
 def _forgets(name: str):
     """A room that does not know when something had come or gone."""
 
-    class Careless(streaming.PassingRoom):
+    class Careless(streaming.LoadBuffer):
         def __setattr__(self, attribute: str, value: object) -> None:
             object.__setattr__(self, attribute, FakeEvent() if attribute == name and value is not None else value)
 
-    return streaming, "PassingRoom", Careless
+    return streaming, "LoadBuffer", Careless
 
 
 FORGOTTEN = {
@@ -287,7 +287,7 @@ def test_staging_buffers_match_the_planned_bytes(recompute, monkeypatch):
     slots = [slot for one in made for free in one._free.values() for slot in free]
     memory = BlockMemory(16 * 4, {"kept": 2 * 8 * 4})  # by explicit scores, which have no log-sum-exp
     said = memory.staged(make(llama(4), 2, 2, 4, **case), IN_CHUNKS["sequence_chunk"])
-    assert sum(slot.room._tensor.nbytes for slot in slots) == said > 0
+    assert sum(slot.buffer._tensor.nbytes for slot in slots) == said > 0
 
 
 SLOW_RANKS = [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 3))]

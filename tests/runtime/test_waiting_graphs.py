@@ -68,7 +68,9 @@ def test_offloaded_graph_is_restored_bit_by_bit_and_frees_device_memory(kind):
     here, away = Buffer(kind, (0, 1)), Buffer(AWAY[kind], (0, 1))
     held = Activations()
     held.kept[here] = kept
-    blocks: Any = SimpleNamespace(held=held, rooms={}, chain=SimpleNamespace(device=torch.device("cpu")), stream=None)
+    blocks: Any = SimpleNamespace(
+        held=held, growing_buffers={}, chain=SimpleNamespace(device=torch.device("cpu")), stream=None
+    )
     storages = [StorageWeakRef(one.untyped_storage()) for one in (kept.leaf, *kept.saved)]
     assert all(one.untyped_storage().data_ptr() != bound[0].untyped_storage().data_ptr() for one in kept.saved)
     assert len({one.cdata for one in storages}) >= (4 if kind is Kind.GRAPH else 2)

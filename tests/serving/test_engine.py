@@ -30,10 +30,10 @@ from tawpipe.model.chain import Chain
 from tawpipe.serving.decode_steps import drawn_message, header_of, read_drawn, read_header
 from tawpipe.serving.engine import Engine, load_engine
 from tawpipe.serving.generate import Wanted
-from tawpipe.serving.passes import Drawn, Pass, Room, Row, Sampling
+from tawpipe.serving.passes import Drawn, Pass, Row, Sampling, SlotLayout
 from tawpipe.serving.stage import StayingStage
 
-ROOM = Room(1, 3, 24, 4)
+ROOM = SlotLayout(1, 3, 24, 4)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def texts_of(engine: Any, **sampling: Any) -> list[list[int]]:
-    texts = Joining(wanted(**sampling), engine.room)
+    texts = Joining(wanted(**sampling), engine.slot_layout)
     engine.run(texts)
     return [list(each.ids) for each in texts.continuations]
 
@@ -76,7 +76,7 @@ def test_unsupported_model_is_refused_before_loading_weights(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("words", "setting"),
-    [({"weights": "w5"}, "weights"), ({"dtype": "int4"}, "dtype"), ({"room": Room(1, 1, 129, 4)}, "context")],
+    [({"weights": "w5"}, "weights"), ({"dtype": "int4"}, "dtype"), ({"room": SlotLayout(1, 1, 129, 4)}, "context")],
 )
 def test_impossible_engine_settings_are_refused(folder: Path, words: dict[str, Any], setting: str) -> None:
     with pytest.raises(UserError) as caught:

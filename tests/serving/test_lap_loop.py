@@ -68,7 +68,7 @@ class CountedPasses:
         sent = {t.buffer: torch.tensor(self.held.pop(t.buffer)) for t in action.transfers if t.send}
         self.held |= {buffer: tensor.tolist() for buffer, tensor in frame.transport.exchange(action, sent).items()}
 
-    def room_for(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
+    def receive_buffers(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
         return {buffer: torch.zeros(ROOM, dtype=torch.long) for buffer in action.writes}
 
 

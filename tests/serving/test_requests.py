@@ -11,11 +11,11 @@ import pytest
 
 from processes import wait_for
 from scripted_engine import ScriptedEngine
-from tawpipe.serving.passes import Drawn, Pass, Room, Row, Sampling
-from tawpipe.serving.requests import End, Ended, NoRoom, Question, Slots
+from tawpipe.serving.passes import Drawn, Pass, Row, Sampling, SlotLayout
+from tawpipe.serving.requests import End, Ended, Question, QueueFull, Slots
 
 STOP = 9
-ROOM = Room(groups=2, slots=3, context=32, chunk=4)
+ROOM = SlotLayout(groups=2, slots=3, context=32, chunk=4)
 
 
 @dataclass
@@ -50,7 +50,9 @@ def stopping(prompt: tuple[int, ...]) -> list[int]:
     return [*range(1000, 1000 + len(prompt)), STOP]
 
 
-def served(room: Room, answer: Callable, ask: Callable[[Slots], object], **more: int) -> tuple[Slots, ScriptedEngine]:
+def served(
+    room: SlotLayout, answer: Callable, ask: Callable[[Slots], object], **more: int
+) -> tuple[Slots, ScriptedEngine]:
     """The slots and the engine after what ``ask`` asked has been answered."""
     slots, engine = Slots(room, waiting=more.get("waiting", 1000), idle_s=0.01), ScriptedEngine(room, answer)
     ask(slots)
@@ -80,7 +82,7 @@ def test_prompts_of_one_token_and_of_the_whole_context_are_answered(length: int)
 
 
 def test_prompt_is_computed_in_chunks_over_successive_passes() -> None:
-    _, engine = served(Room(1, 2, 32, 4), counting, lambda slots: slots.ask(question(10, 2), Told()))
+    _, engine = served(SlotLayout(1, 2, 32, 4), counting, lambda slots: slots.ask(question(10, 2), Told()))
     rows = [row for given in engine.passes for row in given.rows]
     assert [(row.first, len(row.tokens), row.draw is not None) for row in rows] == [
         (0, 4, False),
@@ -96,7 +98,7 @@ def test_pass_holds_one_prompt_chunk_beside_other_tokens() -> None:
         for _ in range(3):
             slots.ask(question(8, 10), Told())
 
-    _, engine = served(Room(1, 3, 32, 4), counting, ask)
+    _, engine = served(SlotLayout(1, 3, 32, 4), counting, ask)
     sizes = [sorted(len(row.tokens) for row in given.rows) for given in engine.passes[:7]]
     assert sizes == [[4], [4], [1, 4], [1, 4], [1, 1, 4], [1, 1, 4], [1, 1, 1]]
 
@@ -111,7 +113,7 @@ def test_prompts_are_spread_evenly_over_the_groups() -> None:
 
 
 def test_prompt_chunks_use_successive_passes_of_all_groups() -> None:
-    room = Room(3, 2, 40, 4)
+    room = SlotLayout(3, 2, 40, 4)
     told, other = Told(), Told()
 
     def ask(slots: Slots) -> None:
@@ -126,7 +128,7 @@ def test_prompt_chunks_use_successive_passes_of_all_groups() -> None:
 
 
 def test_late_token_of_a_cancelled_request_is_not_given_to_its_successor() -> None:
-    slots = Slots(Room(2, 1, 32, 4), waiting=5)
+    slots = Slots(SlotLayout(2, 1, 32, 4), waiting=5)
     gone, stays, comes = Told(), Told(), Told()
     ticket = slots.ask(question(2), gone)
     slots.ask(question(2), stays)
@@ -141,7 +143,7 @@ def test_late_token_of_a_cancelled_request_is_not_given_to_its_successor() -> No
 
 
 def test_cancelled_request_leaves_its_slot_within_two_passes() -> None:
-    slots = Slots(Room(1, 1, 32, 4), waiting=5)
+    slots = Slots(SlotLayout(1, 1, 32, 4), waiting=5)
     first, second = Told(), Told()
     ticket = slots.ask(question(2), first)
     slots.ask(question(3), second)
@@ -153,11 +155,11 @@ def test_cancelled_request_leaves_its_slot_within_two_passes() -> None:
 
 
 def test_cancelled_waiting_request_leaves_the_queue() -> None:
-    slots = Slots(Room(1, 1, 32, 4), waiting=1)
+    slots = Slots(SlotLayout(1, 1, 32, 4), waiting=1)
     slots.ask(question(2), Told())
     slots.feed(0)
     ticket = slots.ask(question(2), Told())
-    with pytest.raises(NoRoom):
+    with pytest.raises(QueueFull):
         slots.ask(question(2), Told())
     slots.give_up(ticket)
     slots.ask(question(2), Told())
@@ -168,14 +170,14 @@ def test_waiting_limit_counts_requests_beyond_the_free_slots() -> None:
     slots = Slots(ROOM, waiting=0)
     for _ in range(6):
         slots.ask(question(2), Told())
-    with pytest.raises(NoRoom):
+    with pytest.raises(QueueFull):
         slots.ask(question(2), Told())
 
 
 def test_several_requests_are_admitted_together_or_not_at_all() -> None:
     slots = Slots(ROOM, waiting=1)
     slots.ask(question(2), Told())
-    with pytest.raises(NoRoom):
+    with pytest.raises(QueueFull):
         slots.ask_all([(question(2), Told())] * 7)
     assert slots.waiting == 1 and slots.most == 7
     assert len(slots.ask_all([(question(2), Told())] * 6)) == 6
@@ -186,7 +188,7 @@ def test_several_requests_are_admitted_together_or_not_at_all() -> None:
 def test_scored_prompt_reports_all_tokens_but_the_first(length: int, tokens: int) -> None:
     """Also where the chunks ride on passes of several groups, whose results come later than the next chunk goes."""
     told, other, asked = Told(), Told(), replace(question(length, tokens), scored=True)
-    room = Room(3, 2, 32, 4)
+    room = SlotLayout(3, 2, 32, 4)
     slots, engine = served(room, counting, lambda slots: [slots.ask(asked, told), slots.ask(question(3, 2), other)])
     assert told.tokens == [*asked.prompt[1:], *[1000] * tokens] and told.end == "length"
     assert other.tokens == [1000, 1001]
@@ -196,7 +198,7 @@ def test_scored_prompt_reports_all_tokens_but_the_first(length: int, tokens: int
 
 
 def test_cancelled_scoring_request_reports_nothing() -> None:
-    slots, told = Slots(Room(1, 1, 32, 4), waiting=5), Told()
+    slots, told = Slots(SlotLayout(1, 1, 32, 4), waiting=5), Told()
     ticket = slots.ask(replace(question(3, 0), scored=True), told)
     assert slots.feed(0).rows == (Row(0, 0, (100, 101, 102), None, (101, 102)),)
     slots.give_up(ticket)
@@ -216,7 +218,7 @@ def test_draining_finishes_open_requests_and_refuses_new_ones() -> None:
 
 
 def test_failure_is_reported_to_all_open_and_waiting_requests() -> None:
-    slots = Slots(Room(1, 1, 32, 4), waiting=5)
+    slots = Slots(SlotLayout(1, 1, 32, 4), waiting=5)
     told = [Told() for _ in range(3)]
     tickets = [slots.ask(question(2), each) for each in told]
     slots.feed(0)
@@ -249,7 +251,7 @@ def test_idle_decode_loop_sleeps_until_a_request_arrives(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("seed", range(20))
 def test_random_requests_get_right_answers_and_free_their_slots(seed: int) -> None:
     draws = random.Random(seed)
-    room = Room(draws.randint(1, 4), draws.randint(1, 4), 24, draws.randint(1, 6))
+    room = SlotLayout(draws.randint(1, 4), draws.randint(1, 4), 24, draws.randint(1, 6))
     slots, engine = Slots(room, waiting=1000, idle_s=0.001), ScriptedEngine(room, stopping)
     running = threading.Thread(target=engine.run, args=(slots,))
     running.start()

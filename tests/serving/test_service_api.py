@@ -17,7 +17,7 @@ import pytest
 from processes import wait_for
 from scripted_engine import LOGPROB
 from served import CONFIG, NAME, Served, resident_bytes, served, tokenizer_of_bytes
-from tawpipe.serving.passes import Room, Sampling
+from tawpipe.serving.passes import Sampling, SlotLayout
 from tawpipe.serving.requests import Question
 
 EMOJI = "so \U0001f469‍\U0001f680 naïve \U0001f44d\U0001f3fd"
@@ -182,7 +182,7 @@ def test_body_without_a_length_is_limited(service: Served) -> None:
 
 
 def test_prompts_up_to_the_whole_context_are_answered_over_http() -> None:
-    room = Room(1, 2, 40, 8)
+    room = SlotLayout(1, 2, 40, 8)
     with served(room) as service:
         begin = len(tokenizer_of_bytes().encode("<|user|>\n\n<|assistant|>\n", add_special_tokens=False))
         answer = ask(service, "y" * (40 - begin))
@@ -212,7 +212,7 @@ def test_requests_without_the_api_key_are_refused() -> None:
 
 
 def test_requests_beyond_the_waiting_limit_get_retry_after() -> None:
-    with served(Room(1, 1, 600, 64), waiting=1, pass_s=0.01) as service:
+    with served(SlotLayout(1, 1, 600, 64), waiting=1, pass_s=0.01) as service:
         streams = [ask(service, "long " * 50, stream=True) for _ in range(2)]
         status, content, headers = post(service, body())
         assert status == 429 and content["error"]["type"] == "rate_limit_error" and int(headers["retry-after"]) >= 1
@@ -223,7 +223,7 @@ def test_requests_beyond_the_waiting_limit_get_retry_after() -> None:
 
 
 def test_answer_beyond_the_time_limit_ends_with_its_text_so_far() -> None:
-    with served(Room(1, 1, 600, 64), config=replace(CONFIG, request_s=0.7), pass_s=0.02) as service:
+    with served(SlotLayout(1, 1, 600, 64), config=replace(CONFIG, request_s=0.7), pass_s=0.02) as service:
         text = "abcdefgh" * 30
         chunks = [chunk.choices[0] for chunk in ask(service, text, stream=True)]
         said = "".join(choice.delta.content or "" for choice in chunks)
@@ -231,7 +231,7 @@ def test_answer_beyond_the_time_limit_ends_with_its_text_so_far() -> None:
 
 
 def test_request_that_waits_too_long_gets_retry_after() -> None:
-    with served(Room(1, 1, 600, 64), config=replace(CONFIG, request_s=0.5), pass_s=0.02) as service:
+    with served(SlotLayout(1, 1, 600, 64), config=replace(CONFIG, request_s=0.5), pass_s=0.02) as service:
         holding = service.slots.ask(Question((5,), 500, Sampling()), lambda *_: None)
         status, content, headers = post(service, body())
         assert (status, content["error"]["code"]) == (503, "busy") and int(headers["retry-after"]) >= 1
@@ -240,7 +240,7 @@ def test_request_that_waits_too_long_gets_retry_after() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnected_client_frees_its_slot(stream: bool) -> None:
-    with served(Room(1, 1, 600, 64), pass_s=0.02) as service:
+    with served(SlotLayout(1, 1, 600, 64), pass_s=0.02) as service:
         connection = socket.create_connection(("127.0.0.1", service.port))
         given = json.dumps(body("abcdefgh" * 30, stream=stream)).encode()
         lines = ["POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
@@ -254,7 +254,7 @@ def test_disconnected_client_frees_its_slot(stream: bool) -> None:
 
 
 def test_draining_service_finishes_open_answers_and_refuses_new_ones() -> None:
-    with served(Room(1, 1, 600, 64), pass_s=0.01) as service:
+    with served(SlotLayout(1, 1, 600, 64), pass_s=0.01) as service:
         stream = ask(service, "abcdefgh" * 10, stream=True)
         service.slots.drain()
         assert post(service, body())[0] == 503 and get(service, "/health")[0] == 503

@@ -19,10 +19,10 @@ from served_families import by_generate, plain_model, staying
 from tawpipe.data.chats.messages import Malformed
 from tawpipe.model.chain import Chain
 from tawpipe.serving.engine import Engine
-from tawpipe.serving.passes import Room
+from tawpipe.serving.passes import SlotLayout
 from tawpipe.serving.service.text import Prompts
 
-ROOM = Room(groups=2, slots=2, context=96, chunk=5)
+ROOM = SlotLayout(groups=2, slots=2, context=96, chunk=5)
 TEXTS = ["a rail", "naïve 語", "x", "what a wheel runs on. " * 4]
 
 
@@ -124,7 +124,7 @@ def test_equal_prompts_differ_unless_the_request_has_a_seed(service: Served) -> 
 
 @pytest.fixture(scope="module")
 def parrot() -> Iterator[Served]:
-    with served(Room(2, 4, 64, 16), waiting=4, config=replace(CONFIG, max_tokens=30)) as running:
+    with served(SlotLayout(2, 4, 64, 16), waiting=4, config=replace(CONFIG, max_tokens=30)) as running:
         yield running
 
 
@@ -204,7 +204,7 @@ def test_empty_prompt_becomes_the_begin_token(begin: int | None) -> None:
 
 
 def test_disconnected_client_frees_the_slots_of_all_prompts() -> None:
-    with served(Room(2, 2, 600, 64), waiting=4, pass_s=0.02) as service:
+    with served(SlotLayout(2, 2, 600, 64), waiting=4, pass_s=0.02) as service:
         stream = complete(service, ["<|user|>\n" + "abcdefgh" * 30] * 5, stream=True, max_tokens=300)
         next(iter(stream))
         assert wait_for(lambda: service.slots.in_use == 4 and service.slots.waiting == 1)
@@ -217,7 +217,7 @@ def test_disconnected_client_frees_the_slots_of_all_prompts() -> None:
 
 
 def test_stop_string_of_one_prompt_frees_its_slot_while_others_continue() -> None:
-    with served(Room(1, 2, 600, 64), pass_s=0.005) as service:
+    with served(SlotLayout(1, 2, 600, 64), pass_s=0.005) as service:
         prompts = ["<|user|>\nab END" + "c" * 400, "<|user|>\n" + "d" * 60]
         first, second = complete(service, prompts, stop=["END"], max_tokens=150).choices
         assert (first.text, first.finish_reason) == ("ab ", "stop")
@@ -226,7 +226,7 @@ def test_stop_string_of_one_prompt_frees_its_slot_while_others_continue() -> Non
 
 
 def test_prompt_not_scored_in_time_is_an_error() -> None:
-    with served(Room(1, 1, 600, 2), config=replace(CONFIG, request_s=0.5), pass_s=0.02) as service:
+    with served(SlotLayout(1, 1, 600, 2), config=replace(CONFIG, request_s=0.5), pass_s=0.02) as service:
         with pytest.raises(openai.InternalServerError, match="in time"):
             complete(service, "y" * 500, echo=True, logprobs=1, max_tokens=0)
         assert wait_for(lambda: not service.slots.in_use)

@@ -266,7 +266,7 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
     made = moves.place
 
     def found(blocks: Any, target: Buffer, *of: Any, **how: Any) -> Tensor:
-        assert any(target == known for known, *_ in compute.rooms), "a place is made in the middle of a step"
+        assert any(target == known for known, *_ in compute.growing_buffers), "a place is made in the middle of a step"
         return made(blocks, target, *of, **how)
 
     begin = pipeline.executor.play
@@ -281,7 +281,7 @@ def offloaded(world: World, *, slow: str) -> tuple[int, int, int, int]:
     moves.place = made
     schedule = pipeline.schedule(4 * world.size)
     said = peak_activations(schedule, world.rank, {Kind.INPUT: 1})
-    places = len(compute.rooms), peak_activations(schedule, world.rank, {Kind.OFFLOADED: 1, Kind.RELOADED: 1})
+    places = len(compute.growing_buffers), peak_activations(schedule, world.rank, {Kind.OFFLOADED: 1, Kind.RELOADED: 1})
     pipeline.close()
     return most, said, *places
 

@@ -23,7 +23,7 @@ from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.runtime.alike import same_folder
 from tawpipe.runtime.world import World
 from tawpipe.serving.engine import load_engine
-from tawpipe.serving.passes import Room
+from tawpipe.serving.passes import SlotLayout
 from tawpipe.train.prepare import check_settings
 from tawpipe.train.run_model import RunModel
 from tawpipe.train.settings.config import TrainConfig
@@ -49,7 +49,7 @@ def of_folders(world: World, *, cases: dict[str, list[str]], code: bool = False)
 
 
 def of_served(world: World, *, folders: list[str]) -> str:
-    return words(lambda: load_engine(folders[min(world.rank, 1)], Room(2, 1, 8, 4), world, dtype="float32"))
+    return words(lambda: load_engine(folders[min(world.rank, 1)], SlotLayout(2, 1, 8, 4), world, dtype="float32"))
 
 
 def of_runs(world: World, *, machines: list[str], data: str) -> str:

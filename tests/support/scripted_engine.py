@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from tawpipe.serving.passes import Drawn, Pass, PassFeeder, Room, Row
+from tawpipe.serving.passes import Drawn, Pass, PassFeeder, Row, SlotLayout
 
 LOGPROB = -0.5
 """Of every token; the one besides has -1.5."""
@@ -29,13 +29,13 @@ class ScriptedEngine:
 
     def __init__(
         self,
-        room: Room,
+        slot_layout: SlotLayout,
         answer: Callable[[tuple[int, ...]], Sequence[int]],
         *,
         pass_s: float = 0.0,
         fails_at: int | None = None,
     ) -> None:
-        self.room, self._answer, self._pass_s = room, answer, pass_s
+        self.slot_layout, self._answer, self._pass_s = slot_layout, answer, pass_s
         self.fails_at = fails_at
         self._kept: dict[int, list[int]] = {}
         self._answers: dict[int, tuple[int, Sequence[int]]] = {}
@@ -46,8 +46,8 @@ class ScriptedEngine:
         """Compute until each group has had its last pass."""
         drawn: dict[int, list[Drawn]] = {}
         ended = set[int]()
-        while len(ended) < self.room.groups:
-            for group in range(self.room.groups):
+        while len(ended) < self.slot_layout.groups:
+            for group in range(self.slot_layout.groups):
                 if group in drawn:
                     feeder.take(group, drawn.pop(group))
                 given = feeder.feed(group)
@@ -61,7 +61,7 @@ class ScriptedEngine:
         if len(self.passes) < REMEMBERED:
             self.passes.append(given)
         assert len({row.slot for row in given.rows}) == len(given.rows), given
-        others = [row for row in given.rows if row.slot // self.room.slots != given.group]
+        others = [row for row in given.rows if row.slot // self.slot_layout.slots != given.group]
         assert len(others) <= 1 and sum(len(row.tokens) > 1 for row in given.rows) <= 1, given
         assert all(row in others for row in given.rows if len(row.tokens) > 1) or not others, given
         assert not (given.last and given.rows)
@@ -86,10 +86,13 @@ class ScriptedEngine:
             self._kept[place] = []
             self._answers.pop(place, None)
         kept = self._kept[place]
-        assert 0 <= row.slot < self.room.slots * self.room.groups and 1 <= len(row.tokens) <= self.room.chunk
+        assert (
+            0 <= row.slot < self.slot_layout.slots * self.slot_layout.groups
+            and 1 <= len(row.tokens) <= self.slot_layout.chunk
+        )
         assert row.first == len(kept), (row, len(kept))
         kept += row.tokens
-        assert len(kept) <= self.room.context
+        assert len(kept) <= self.slot_layout.context
         if row.draw is None:
             assert place not in self._answers
             return None

@@ -15,7 +15,7 @@ from openai import OpenAI
 
 from scripted_engine import ScriptedEngine
 from tawpipe.data.tokenizer import train_tokenizer
-from tawpipe.serving.passes import Room, Sampling
+from tawpipe.serving.passes import Sampling, SlotLayout
 from tawpipe.serving.requests import Slots
 from tawpipe.serving.service.api import Service
 from tawpipe.serving.service.engine import FAILED, answered_by_http, bound_socket
@@ -24,7 +24,7 @@ from tawpipe.serving.service.text import Prompts
 
 NAME = "parrot"
 CONFIG = ServeConfig(max_body_kib=20, max_tokens=600, request_s=60.0)
-ROOM = Room(groups=2, slots=4, context=1024, chunk=64)
+ROOM = SlotLayout(groups=2, slots=4, context=1024, chunk=64)
 
 
 @cache
@@ -62,7 +62,7 @@ class Served:
 
 @contextmanager
 def served(
-    room: Room = ROOM,
+    room: SlotLayout = ROOM,
     *,
     config: ServeConfig = CONFIG,
     waiting: int = 64,

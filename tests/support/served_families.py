@@ -26,7 +26,7 @@ from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.serving.engine import Engine, StagesEngine, load_engine
 from tawpipe.serving.generate import GrowingTexts, Wanted
 from tawpipe.serving.held import hold_weights, refuse_serving
-from tawpipe.serving.passes import Pass, Room, Sampling
+from tawpipe.serving.passes import Pass, Sampling, SlotLayout
 from tawpipe.serving.requests import Question, Slots
 from tawpipe.topology import Topology
 
@@ -55,7 +55,7 @@ class Served:
 class Joining(Slots):
     """Texts that are asked for only after some passes."""
 
-    def __init__(self, wanted: Wanted, room: Room, join: Sequence[int] = JOIN) -> None:
+    def __init__(self, wanted: Wanted, room: SlotLayout, join: Sequence[int] = JOIN) -> None:
         super().__init__(room, waiting=len(wanted.prompts), idle_s=0)
         self._texts = GrowingTexts(wanted)
         self._later = list(zip(join, range(len(wanted.prompts)), strict=True))
@@ -148,7 +148,7 @@ def served(family: str, pool: WorkerPool | None = None) -> Served:
     except UserError as error:
         return Served("refused", error.expected)
     try:
-        room = Room(1, len(LENGTHS), asked.longest, CHUNK)
+        room = SlotLayout(1, len(LENGTHS), asked.longest, CHUNK)
         expected = generated(model, asked, by_passes=chain.positions.first > 0)
         texts = Joining(asked, room)
         Engine(staying(chain), room).run(texts)
@@ -178,7 +178,7 @@ def on_stages(world: World, family: str, *, groups: int = 2, compression: str = 
     asked, chain = wanted(**sampling), Chain(random_model(family).requires_grad_(False))
     schedule = build_decode_steps(chain.spec, world.topology, groups)
     staying(chain, blocks=schedule.step.strategy.computes(schedule.step)[world.rank])
-    room = Room(groups, 2, asked.longest, CHUNK)
+    room = SlotLayout(groups, 2, asked.longest, CHUNK)
     engine = StagesEngine(chain, room, world, schedule, compression=compression)
     for _ in range(2):  # an engine may run again
         texts = Joining(asked, room)
@@ -189,7 +189,7 @@ def on_stages(world: World, family: str, *, groups: int = 2, compression: str = 
 
 def of_folder(world: World, folder: str) -> Any:
     """The texts of an engine of a folder, a stage on every rank; on rank 0."""
-    room = Room(2, 2, wanted().longest, CHUNK)
+    room = SlotLayout(2, 2, wanted().longest, CHUNK)
     engine = load_engine(folder, room, world, dtype="float64")
     texts = Joining(wanted(), room)
     engine.run(texts if world.rank == 0 else None)
@@ -199,7 +199,7 @@ def of_folder(world: World, folder: str) -> Any:
 
 def scored_by_folder(world: World, folder: str) -> Any:
     """Tokens that requests are told of when their prompts are scored, for answers of 0, 1 and 2 tokens; on rank 0."""
-    room, told = Room(2, 2, wanted().longest, CHUNK), [list[Any]() for _ in LENGTHS]
+    room, told = SlotLayout(2, 2, wanted().longest, CHUNK), [list[Any]() for _ in LENGTHS]
     engine, slots = load_engine(folder, room, world, dtype="float64"), Slots(room, waiting=len(LENGTHS))
     for tokens, (prompt, each) in enumerate(zip(prompts(), told, strict=True)):
         asked = Question(tuple(prompt), tokens, Sampling(temperature=0.0, logprobs=2), scored=True)

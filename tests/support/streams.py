@@ -25,7 +25,7 @@ from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.serving import decode_steps
 from tawpipe.serving.engine import StagesEngine
 from tawpipe.serving.held import hold_weights
-from tawpipe.serving.passes import Drawn, Pass, Room, Row, Sampling
+from tawpipe.serving.passes import Drawn, Pass, Row, Sampling, SlotLayout
 from tawpipe.topology import Topology
 
 VOCABULARY, LENGTH = 31, 12
@@ -115,15 +115,15 @@ def played(
 class _Passes:
     """One token in the first slot of every group, for some rounds of decoding; then each group's last pass."""
 
-    def __init__(self, room: Room, rounds: int) -> None:
-        self.room, self.left, self._at = room, rounds * room.groups, [0] * room.groups
+    def __init__(self, slot_layout: SlotLayout, rounds: int) -> None:
+        self.slot_layout, self.left, self._at = slot_layout, rounds * slot_layout.groups, [0] * slot_layout.groups
 
     def feed(self, group: int) -> Pass:
         self.left -= 1
         if self.left < 0:
             return Pass(group, (), True)
         first, self._at[group] = self._at[group], self._at[group] + 1
-        return Pass(group, (Row(group * self.room.slots, first, (1,), Sampling(temperature=0)),))
+        return Pass(group, (Row(group * self.slot_layout.slots, first, (1,), Sampling(temperature=0)),))
 
     def take(self, group: int, drawn: Sequence[Drawn]) -> None:
         pass
@@ -133,7 +133,7 @@ def decoded(rank: int = 0, *, ranks: int = 2, rounds: int = 6, compression: str 
     """The ledger of one rank's rounds of decoding, a stage on each of ``ranks``."""
     with fake_cuda(rank, ranks) as ledger:
         world = World(Topology.grid(ranks, 1), rank, DEVICE, None)
-        chain, room = Chain(tiny(4)), Room(2, 2, 16, 4)
+        chain, room = Chain(tiny(4)), SlotLayout(2, 2, 16, 4)
         source, schedule = ModuleSource(chain), build_decode_steps(chain.spec, world.topology, room.groups)
         chain.prepare(DEVICE, torch.float32)
         hold_weights(chain, schedule.step.strategy.computes(schedule.step)[rank], source.unit)

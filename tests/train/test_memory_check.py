@@ -149,7 +149,7 @@ def test_memory_check_counts_sample_texts(monkeypatch, chain):
     assert short is not None and short.parts["texts"] == 0, "less than what a step has given back"
     needs = check(monkeypatch, chain, memory_bytes=0, texts=many)
     assert needs is not None and needs.parts["texts"] > 0
-    room, layers, config = many.room(1), len(chain.blocks) - 2, chain.config
+    room, layers, config = many.slot_layout(1), len(chain.blocks) - 2, chain.config
     keys = 2 * config.num_key_value_heads * config.head_dim * 4
     cache = room.groups * room.slots * room.context * keys * layers
     assert cache == 64 * 2008 * keys * layers

@@ -155,8 +155,8 @@ class Conversation:
             ids = self._tokenizer.encode(self._rendered(messages), add_special_tokens=False)
         else:
             ids = Encoder(self._tokenizer).beginning(text)
-        room = min(self._tokens, longest_allowed(self._model.config) - len(ids))
-        if room < 1:
+        free_tokens = min(self._tokens, longest_allowed(self._model.config) - len(ids))
+        if free_tokens < 1:
             print(f"the chat has {len(ids)} tokens, the limit of the model: {NEW} starts a new one")
             return ""
         streamer: Any = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -167,7 +167,7 @@ class Conversation:
                     inputs,
                     attention_mask=torch.ones_like(inputs),
                     streamer=streamer,
-                    max_new_tokens=room,
+                    max_new_tokens=free_tokens,
                     eos_token_id=self._stops or None,
                     pad_token_id=self._tokenizer.pad_token_id or (self._stops or [0])[0],
                     **self._draws,

@@ -31,7 +31,7 @@ USUAL_PACK = 3 / 2
 """Default tokens of a bin, relative to the longest document, so that other documents fit beside it."""
 SHARED_COST = 0.05
 """Extra cost of a shared document, relative to its time: its keys are computed twice, and gathered."""
-ROOM = 1.03
+CAPACITY_MARGIN = 1.03
 """Least capacity of all bins, relative to the tokens of the step. Bins that had to be completely full would leave no
 choice."""
 LONG = 0.125
@@ -375,8 +375,10 @@ class _Filling:
         Args:
             numbers: indices of the documents, the longest first.
         """
-        sets, room = self.world_size // self.ranks, self.cap * self.ranks
-        needed = max(1, ceil(sum(self.lengths[number] for number in numbers) * ROOM / (room * sum(self.sets))))
+        sets, capacity = self.world_size // self.ranks, self.cap * self.ranks
+        needed = max(
+            1, ceil(sum(self.lengths[number] for number in numbers) * CAPACITY_MARGIN / (capacity * sum(self.sets)))
+        )
         fair = sum(self.times[number] for number in numbers) / sum(1 / factor for factor in self.factor) / needed
         time: list[float] = []
         tokens: list[int] = []
@@ -384,7 +386,7 @@ class _Filling:
             length, costs = self.lengths[number], [self.times[number] * factor for factor in self.factor]
             levels = [max(self.levels[at // sets], fair) for at in range(len(time))]
             after = [before + costs[at % sets] for at, before in enumerate(time)]
-            fitting = [at for at, end in enumerate(after) if tokens[at] + length <= room and end <= levels[at]]
+            fitting = [at for at, end in enumerate(after) if tokens[at] + length <= capacity and end <= levels[at]]
             if not fitting:
                 fitting = [len(time) + costs.index(min(costs))]
                 time += [0.0] * sets
@@ -411,8 +413,10 @@ class _Filling:
             return
         taken = sum(self.lengths[number] for pack in self.documents for number in pack)
         tokens = sum(self.lengths[number] for number in numbers)
-        room = self.cap * (sum(self.speeds) or self.world_size)  # a slow rank reaches the level before its bin is full
-        rounds = max(least, ceil(((tokens + taken) * ROOM) / room) - self.shared)
+        capacity = self.cap * (
+            sum(self.speeds) or self.world_size
+        )  # a slow rank reaches the level before its bin is full
+        rounds = max(least, ceil(((tokens + taken) * CAPACITY_MARGIN) / capacity) - self.shared)
         while not self._placed(numbers, rounds):
             rounds += 1
 
@@ -430,7 +434,7 @@ class _Filling:
         ranks = [self.ranks if at < of_sets else 1 for at in places]
         factor = [self.factor[at % sets] if at < of_sets else self.single[(at - of_sets) % world] for at in places]
         time = [sum(self.times[number] for number in documents[at]) * factor[at] for at in places]
-        room = [self.cap * ranks[at] - sum(self.lengths[number] for number in documents[at]) for at in places]
+        free_tokens = [self.cap * ranks[at] - sum(self.lengths[number] for number in documents[at]) for at in places]
         water = self._water(levels)
 
         def free(at: int) -> tuple[float, int]:
@@ -439,7 +443,7 @@ class _Filling:
             Free time is what is left below the level of its round. Sorting puts the bin with the most time per free
             token first."""
             left = (water[round_of[at]] - time[at]) / factor[at]
-            return (-left / room[at] if room[at] else math.inf), at
+            return (-left / free_tokens[at] if free_tokens[at] else math.inf), at
 
         freest = sorted(map(free, places))
         full: list[tuple[float, int]] = []
@@ -453,21 +457,25 @@ class _Filling:
             while freest and chosen < 0:
                 _, at = heapq.heappop(freest)
                 left = (water[round_of[at]] - time[at]) / factor[at]
-                if room[at] < length:
-                    heapq.heappush(full, (-room[at], at))
+                if free_tokens[at] < length:
+                    heapq.heappush(full, (-free_tokens[at], at))
                 elif left < cost:
                     heapq.heappush(late, (-left, at))
                 else:
                     chosen = at
             rises = chosen < 0
             if rises:
-                over = [(time[at] + cost * factor[at] - water[round_of[at]], at) for at in places if room[at] >= length]
+                over = [
+                    (time[at] + cost * factor[at] - water[round_of[at]], at)
+                    for at in places
+                    if free_tokens[at] >= length
+                ]
                 if not over:
                     return False
                 chosen = min(over)[1]
             documents[chosen].append(number)
             time[chosen] += cost * factor[chosen]
-            room[chosen] -= length
+            free_tokens[chosen] -= length
             i = round_of[chosen]
             levels[i] = max(levels[i], time[chosen], (water[i] + self.mean * RISE) if rises else 0.0)
             if rises:

@@ -90,7 +90,7 @@ class UnitBinding:
         self._unpacked: dict[int, Tensor] = {}
         """Packed unit -> its dequantised numbers, if they are in the buffer. Frozen units change only by loading (see
         ``forget``)."""
-        self._room = torch.empty(0)
+        self._unpack_buffer = torch.empty(0)
 
     @property
     def unpacked_elements(self) -> int:
@@ -131,7 +131,7 @@ class UnitBinding:
             p: (unit, slot) for unit, parameters in enumerate(self._parameters) for slot, p in enumerate(parameters)
         }
         self._collections, self._unpacked = {}, {}
-        self._room = torch.empty(self.unpacked_elements, dtype=dtype, device=device)
+        self._unpack_buffer = torch.empty(self.unpacked_elements, dtype=dtype, device=device)
         self._span_of = self._spans()
         for unit in self.units:
             if unit.trainable:
@@ -195,8 +195,8 @@ class UnitBinding:
             over = [u for u in self._unpacked if self._span_of[u][0] < end and begin < self._span_of[u][1]]
             for other in over:
                 del self._unpacked[other]
-            packing.unpack(flat, self._room[begin:end])
-            self._unpacked[unit] = self._room[begin:end]
+            packing.unpack(flat, self._unpack_buffer[begin:end])
+            self._unpacked[unit] = self._unpack_buffer[begin:end]
         return self._unpacked[unit]
 
     def forget(self) -> None:

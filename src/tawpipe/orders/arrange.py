@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import TypeVar
 
 from tawpipe.errors import UserError
+from tawpipe.orders.order_memory import whole_stages
 from tawpipe.orders.passes import Passes, TimedOrder
-from tawpipe.orders.room import whole_stages
 from tawpipe.orders.ticks import Ticks
 from tawpipe.orders.zero_bubble import zero_bubble
 from tawpipe.schedule.pipelines.layout import Layout

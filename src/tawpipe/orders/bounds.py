@@ -71,8 +71,8 @@ def _late(table: StageCosts, micro_batches: int, place: int) -> float:
     most = micro_batches * sum(seconds for _, seconds in parts)
     if math.isinf(table.costs.memory) or not all(memory > 0 for memory, _ in parts):
         return most
-    room = table.limits[place] - min(table.kept[stage] for stage in stages)
-    counts = [room / memory if len(parts) > 1 else math.floor(room / memory) for memory, _ in parts]
+    free_memory = table.limits[place] - min(table.kept[stage] for stage in stages)
+    counts = [free_memory / memory if len(parts) > 1 else math.floor(free_memory / memory) for memory, _ in parts]
     return min(
         most, max(0.0, max((count * seconds for count, (_, seconds) in zip(counts, parts, strict=True)), default=0))
     )

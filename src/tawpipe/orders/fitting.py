@@ -60,8 +60,8 @@ def _evenly(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
     """
     away, table = set(), costs.stages(layout)
     for place, works in enumerate(compute):
-        most, room = max(table.levels(works)), table.rooms[place]
-        part = min(1.0, share * (1 - room / most)) if most > table.limits[place] else 0.0
+        most, free_memory = max(table.levels(works)), table.free_memory[place]
+        part = min(1.0, share * (1 - free_memory / most)) if most > table.limits[place] else 0.0
         for work in works:
             number = work.micro_batch
             moves = work.kind == "F" and table.moved[work.stage] > 0
@@ -87,7 +87,7 @@ def _latest(layout: Layout, compute: Sequence[Sequence[Work]], costs: PipelineCo
     away, table = set(), costs.stages(layout)
     for place, works in enumerate(compute):
         unit = max(table.taken["F", work.stage] for work in works)
-        limit = max(table.rooms[place] - margin * unit, unit) * (1 + ROUNDING)
+        limit = max(table.free_memory[place] - margin * unit, unit) * (1 + ROUNDING)
         wanted = {(w.stage, w.micro_batch): number for number, w in enumerate(works) if w.kind in "BI"}
         here: dict[tuple[int, int], float] = {}
         parts = 0.0

@@ -19,8 +19,8 @@ from itertools import pairwise
 from tawpipe.errors import UserError
 from tawpipe.orders.arrange import HOPEFUL, ROUNDS, arrange, began, justified, published
 from tawpipe.orders.moves import Moves, StagePlan
+from tawpipe.orders.order_memory import whole_stages
 from tawpipe.orders.passes import Passes, TimedOrder
-from tawpipe.orders.room import whole_stages
 from tawpipe.orders.ticks import Ticks
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.limits import BUDGET, filling, searched

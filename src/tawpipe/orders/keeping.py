@@ -26,8 +26,8 @@ from tawpipe.orders.bounds import bound
 from tawpipe.orders.drafts import SPARE, Draft, Judged, Keeping
 from tawpipe.orders.listing import with_host
 from tawpipe.orders.moves import Moves, StagePlan
+from tawpipe.orders.order_memory import whole_stages
 from tawpipe.orders.passes import Passes, TimedOrder
-from tawpipe.orders.room import whole_stages
 from tawpipe.orders.ticks import Ticks
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, StageCosts, makespan, play

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import count
 
-from tawpipe.orders.room import all_end
+from tawpipe.orders.order_memory import all_end
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.memory import guarded
 from tawpipe.schedule.pipelines.work import ROUNDING, Order, PipelineCosts, Work, needs
@@ -57,7 +57,7 @@ class _Play:
                 return False
         return True
 
-    def room(self, work: Work) -> bool:
+    def fits(self, work: Work) -> bool:
         """Return True if the memory of a work fits in addition to what its position holds."""
         place = self.layout.places[work.stage]
         return self.held[place] + self.table.taken[work.kind, work.stage] <= self.table.limits[place]
@@ -109,14 +109,27 @@ class _Listed:
         micro_batches: number of micro-batches.
         caps: maximum number of micro-batches in flight, by stage.
         split: split backward passes into I and W.
-        room: memory of the position for activations.
+        free_memory: memory of the position for activations.
         late: number of waiting W at which a W runs first.
     """
 
     def __init__(
-        self, played: _Play, place: int, micro_batches: int, caps: Sequence[int], split: bool, room: float, late: float
+        self,
+        played: _Play,
+        place: int,
+        micro_batches: int,
+        caps: Sequence[int],
+        split: bool,
+        free_memory: float,
+        late: float,
     ):
-        self.played, self.micro_batches, self.caps, self.room, self.late = played, micro_batches, caps, room, late
+        self.played, self.micro_batches, self.caps, self.free_memory, self.late = (
+            played,
+            micro_batches,
+            caps,
+            free_memory,
+            late,
+        )
         self.table = played.table
         self.stages = played.layout.stages_of(place)
         self.backward = "I" if split else "B"
@@ -181,7 +194,7 @@ class _Listed:
         number = work.micro_batch
         holds[number] = holds.get(number, 0.0) + more
         wants[number] = wants.get(number, 0.0) - more
-        free, numbers = self.room - sum(holds.values()), sorted(holds)
+        free, numbers = self.free_memory - sum(holds.values()), sorted(holds)
         return free >= 0 and all_end(free, [wants.get(m, 0.0) for m in numbers], [holds[m] for m in numbers])
 
 
@@ -191,12 +204,12 @@ def listed(
     micro_batches: int,
     caps: Sequence[int],
     split: bool,
-    room: float,
+    memory: float,
     late: float = math.inf,
 ) -> tuple[tuple[Work, ...], ...] | None:
     """Simulate list scheduling without offloading; return the compute order of every position.
 
-    None is returned if ``room`` is too little for all works to finish.
+    None is returned if ``memory`` is too little for all works to finish.
 
     Args:
         layout: stages and their positions.
@@ -204,12 +217,14 @@ def listed(
         micro_batches: number of micro-batches.
         caps: maximum number of micro-batches in flight, by stage.
         split: split backward passes into I and W.
-        room: memory of a position, instead of ``costs.memory``.
+        memory: memory of a position, instead of ``costs.memory``.
         late: maximum number of W that wait on a position while other works could run.
     """
     played = _Play(layout, costs)
-    rooms = [room * (1 + ROUNDING) - resident for resident in played.table.resident]
-    places = [_Listed(played, place, micro_batches, caps, split, rooms[place], late) for place in range(layout.size)]
+    free_memory = [memory * (1 + ROUNDING) - resident for resident in played.table.resident]
+    places = [
+        _Listed(played, place, micro_batches, caps, split, free_memory[place], late) for place in range(layout.size)
+    ]
     while True:
         for place in played.woken():
             chooser = places[place]
@@ -282,7 +297,7 @@ def with_host(
             works = compute[place]
             if not played.busy[place][0] and at[place] < len(works):
                 work = works[at[place]]
-                if played.ready(work) and played.room(work):
+                if played.ready(work) and played.fits(work):
                     played.start(work)
                     at[place] += 1
                     if work.kind == "F" and (work.stage, work.micro_batch) in away:

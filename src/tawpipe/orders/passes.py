@@ -21,7 +21,7 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from tawpipe.orders.room import OrderMemory
+from tawpipe.orders.order_memory import OrderMemory
 from tawpipe.schedule.pipelines.memory import worst
 from tawpipe.schedule.pipelines.work import Order, StageCosts, Work
 
@@ -121,9 +121,9 @@ class Passes:
                     after.append((begins, 0))
             return after
 
-        room = OrderMemory(self.stages, count, self.split) if not math.isinf(self.stages.costs.memory) else None
+        order_memory = OrderMemory(self.stages, count, self.split) if not math.isinf(self.stages.costs.memory) else None
         missing = [0] * flying + [1] * (3 * half - flying)
-        return TimedOrder(*self._listed(works, missing, following, room))
+        return TimedOrder(*self._listed(works, missing, following, order_memory))
 
     def backward(self, works: Sequence[int], flying: int = 0) -> TimedOrder:
         """Let each work end as late as possible, in one pass backward in time; return the order.
@@ -162,7 +162,7 @@ class Passes:
         works: Sequence[int],
         missing: list[int],
         following: Callable[[int], Sequence[tuple[int, int]]],
-        room: OrderMemory | None = None,
+        order_memory: OrderMemory | None = None,
     ) -> tuple[list[int], list[list[int]], int]:
         """Simulate list scheduling: every free position runs the first work in ``works`` that is ready.
 
@@ -170,7 +170,7 @@ class Passes:
             works: all works, the most urgent first.
             missing: for each work, the number of works it waits for. This list is modified.
             following: returns the works that wait for a work, each with the time between them.
-            room: memory of the positions, which is updated; None for no limit.
+            order_memory: memory of the positions, which is updated; None for no limit.
 
         Returns:
             (end time of each work, works of every position, end of the last work)
@@ -195,7 +195,7 @@ class Passes:
                 heappush(runnable, rank[heappop(arriving)[1]])
             work = -1
             if runnable:
-                work = works[heappop(runnable)] if room is None else room.first(place, runnable, works)
+                work = works[heappop(runnable)] if order_memory is None else order_memory.first(place, runnable, works)
             if work < 0:
                 idle[place] = True
                 if arriving:

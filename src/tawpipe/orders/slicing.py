@@ -16,7 +16,7 @@ from heapq import heappop, heappush
 from itertools import accumulate, islice, product, takewhile
 
 from tawpipe.orders.arrange import WAITING, hardly_longer
-from tawpipe.orders.room import whole_stages
+from tawpipe.orders.order_memory import whole_stages
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.links import LaneLoad, Linked, played
 from tawpipe.schedule.pipelines.memory import fits, peak

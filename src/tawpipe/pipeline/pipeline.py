@@ -375,7 +375,7 @@ class Pipeline:
                 one have not changed the weights (unless updates are early). ``load`` a good state to continue.
             UserError: ``batch`` is not valid.
         """
-        self._steps.make_room()
+        self._steps.judge_recent()
         local = self._deal.local(batch)
         self._state.require_whole()
         rule = UpdateRule(self.training.clip_norm, rate, memory=0.0 if self.training.skip_limit else 1.0)

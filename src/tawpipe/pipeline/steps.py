@@ -219,7 +219,7 @@ class Steps:
 
     # results
 
-    def make_room(self) -> None:
+    def judge_recent(self) -> None:
         """Wait for issued training steps and check their results, the oldest first, until at most one is left."""
         while len(self._recent) > 1:
             try:

@@ -38,7 +38,7 @@ RECOMPUTE = ("full", "selective", "none", "none:1,selective:1,full")
 LIMIT = 0.05
 SHORT = 64
 """Tokens of the row in the warm-up step before the measured one."""
-ROOM = {"cpu": 2**28, "cuda": 2**36}
+MEMORY_BYTES = {"cpu": 2**28, "cuda": 2**36}
 """Bytes of tensors that the longest row may need, by type of device; small enough that a step takes about a minute."""
 MOST_SECONDS = 90.0
 BESIDES = ("system", "apart", "saving")
@@ -62,30 +62,32 @@ def predicted(world: World) -> Outcome:
 def longest(world: World) -> Outcome:
     """Train one step on the longest row whose predicted tensors fit in a fixed memory, and check that they do.
 
-    The memory is ``ROOM`` for the type of device, on a GPU at most 90 % of what is free. The check holds if the
+    The memory is ``MEMORY_BYTES`` for the type of device, on a GPU at most 90 % of what is free. The check holds if the
     measured bytes exceed it by at most ``LIMIT``. Recomputation has its default, so that all layers keep their inputs.
     If the predicted time of the step exceeds ``MOST_SECONDS``, the step is not run and the check is not decided."""
     config, dtype = sized(world.device), dtype_here(world)
-    room, settings = ROOM[world.device.type], ScheduleSettings()
+    memory_bytes, settings = MEMORY_BYTES[world.device.type], ScheduleSettings()
     if world.device.type == "cuda":
-        room = min(room, int(torch.cuda.mem_get_info(world.device)[0] * 0.9))
+        memory_bytes = min(memory_bytes, int(torch.cuda.mem_get_info(world.device)[0] * 0.9))
 
     plan = ask(alone(world.device), on_meta(config), [2 * TOKENS[world.device.type]], settings, dtype, timed=True)
 
     schedule = build(plan.step(settings))
 
     def fits(tokens: int) -> bool:
-        return _tensors(memory_of(plan.with_length(tokens), schedule)) <= room
+        return _tensors(memory_of(plan.with_length(tokens), schedule)) <= memory_bytes
 
     least = longest_that(fits, SHORT, MOST_TOKENS)
     seconds = predict(plan.with_length(least), schedule.step).step_seconds
-    numbers: dict[str, Any] = {"tokens": least, "room_bytes": room, "predicted_seconds": seconds}
+    numbers: dict[str, Any] = {"tokens": least, "room_bytes": memory_bytes, "predicted_seconds": seconds}
     if seconds > MOST_SECONDS:
-        return Outcome(None, f"{least:,} tokens in {room / 2**30:.1f} GiB would take {seconds:.0f} s a step", numbers)
+        return Outcome(
+            None, f"{least:,} tokens in {memory_bytes / 2**30:.1f} GiB would take {seconds:.0f} s a step", numbers
+        )
     row = by_itself(config, [least], settings.recompute, dtype, world.device)
     numbers |= {name: row[name] for name in ("predicted_bytes", "measured_bytes", "seconds")}
-    note = f"{least:,} tokens in {row['measured_bytes'] / 2**30:.2f} of {room / 2**30:.2f} GiB, {row['seconds']:.1f} s"
-    return Outcome(row["measured_bytes"] <= room * (1 + LIMIT), note, numbers)
+    note = f"{least:,} tokens in {row['measured_bytes'] / 2**30:.2f} of {memory_bytes / 2**30:.2f} GiB, {row['seconds']:.1f} s"
+    return Outcome(row["measured_bytes"] <= memory_bytes * (1 + LIMIT), note, numbers)
 
 
 def by_itself(*arguments: Any) -> dict[str, Any]:

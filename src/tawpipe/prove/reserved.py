@@ -30,7 +30,7 @@ from tawpipe.schedule.buffers import Buffer, Kind
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.strategies.build import build
 
-ROOM = 64 << 20
+SLACK_BYTES = 64 << 20
 """Bytes by which a count may exceed its prediction, in addition to a share of it. The allocator's blocks have 2 to 20
 MiB."""
 
@@ -108,7 +108,7 @@ def too_much(needs: Needs, allocated: int, taken: Taken | None) -> list[str]:
     return [
         f"{size / 2**30:.2f} GiB {name}, {most / 2**30:.2f} predicted"
         for name, (size, most) in counts.items()
-        if size > most * (1 + LIMIT) + ROOM
+        if size > most * (1 + LIMIT) + SLACK_BYTES
     ]
 
 

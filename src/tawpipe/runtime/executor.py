@@ -55,7 +55,7 @@ class BlockCompute(Protocol):
 
     def travel(self, action: Action, frame: Frame) -> None: ...
 
-    def room_for(self, action: Action, frame: Frame) -> dict[Buffer, Tensor]: ...
+    def receive_buffers(self, action: Action, frame: Frame) -> dict[Buffer, Tensor]: ...
 
     def offload(self, action: Action, frame: Frame) -> None: ...
 
@@ -392,7 +392,7 @@ class Executor:
         """
         buffers, most = frame.buffers, MOST_EARLY
         if action.writes[0].is_activation:
-            buffers = self.compute.room_for(action, frame)
+            buffers = self.compute.receive_buffers(action, frame)
             most = most_early_receives(sum(tensor.nbytes for tensor in buffers.values()))
         elif action.group == "node":
             # inside a node there is no latency to hide, and a second message would slow down the one needed first

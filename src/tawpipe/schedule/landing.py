@@ -29,7 +29,7 @@ from tawpipe.schedule.step import StepSpec
 SLICE = 1 << 22
 """Elements of the largest portion of a home's vector that passes through a device; a multiple of 64. One portion is 64
 MiB with its state and takes a few milliseconds to copy."""
-ROOMS = 2
+LOAD_BUFFERS = 2
 """Number of portions that have buffers on the device at one time."""
 
 

@@ -111,7 +111,7 @@ CODED_PART = 1 << 18
 CODED_HEADER = 8
 
 
-def coded_room(elements: int, width: int) -> int:
+def coded_bytes(elements: int, width: int) -> int:
     """Return the most bytes that a message of ``elements`` coded gradients takes.
 
     The size after the header is rounded up to a multiple of four.
@@ -120,13 +120,13 @@ def coded_room(elements: int, width: int) -> int:
         elements: elements in the message.
         width: bytes of one element before coding.
 
-    >>> coded_room(1001, 2)
+    >>> coded_bytes(1001, 2)
     2012
     """
     return CODED_HEADER + -(-elements * width // 4) * 4
 
 
-def coded_rooms(elements: int, width: int) -> list[int]:
+def coded_part_bytes(elements: int, width: int) -> list[int]:
     """Return the most bytes of each message into which a shard of ``elements`` coded gradients is cut.
 
     The shard is sent in messages of ``CODED_PART`` elements; the last may be shorter.
@@ -136,7 +136,7 @@ def coded_rooms(elements: int, width: int) -> list[int]:
         width: bytes of one element before coding.
     """
     parts = [min(CODED_PART, elements - begin) for begin in range(0, elements, CODED_PART)]
-    return [coded_room(part, width) for part in parts]
+    return [coded_bytes(part, width) for part in parts]
 
 
 def change_width(learning_rate: float) -> float:

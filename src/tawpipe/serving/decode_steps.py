@@ -102,13 +102,13 @@ class ServeCompute:
         self._held: dict[Buffer, Any] = {}
         """Values by their buffer in the schedule: a pass with its hidden states, arguments of layers, or a message."""
         self._under_way = deque[torch.Event]()
-        room = stage.room
-        rows, tokens = room.slots + 1, room.slots + room.chunk
-        longest = [Row(0, 0, (), known=(0,) * room.chunk), *[Row(0, 0, ())] * room.slots]
+        slot_layout = stage.slot_layout
+        rows, tokens = slot_layout.slots + 1, slot_layout.slots + slot_layout.chunk
+        longest = [Row(0, 0, (), known=(0,) * slot_layout.chunk), *[Row(0, 0, ())] * slot_layout.slots]
         self._longest_header, self._nothing = header_bytes(longest), self._hidden(0)
-        self._room = {
+        self._receive_bytes = {
             Kind.INPUT: self._longest_header + self._hidden_bytes(tokens),
-            Kind.IDS: _HEAD.size + (rows + room.chunk) * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
+            Kind.IDS: _HEAD.size + (rows + slot_layout.chunk) * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
         }
 
     def forward(self, action: Action, frame: Frame[DecodeInput]) -> None:
@@ -155,11 +155,11 @@ class ServeCompute:
             if transfer.send:
                 message = self._message(self._held.pop(transfer.buffer))
                 if frame.transport.early_transfers is None:  # the receive expects a message of full length
-                    room = self._room[transfer.buffer.kind]
-                    message = torch.nn.functional.pad(message, (0, room - message.numel()))
+                    size = self._receive_bytes[transfer.buffer.kind]
+                    message = torch.nn.functional.pad(message, (0, size - message.numel()))
                 tensors[transfer.buffer] = message.to(self.chain.device)
         if frame.transport.early_transfers is None:
-            tensors |= self.room_for(action, frame)
+            tensors |= self.receive_buffers(action, frame)
         received = frame.transport.exchange(action, tensors)
         self._held.update(received)
         if on_cuda:  # keep the memory until the other lane has read it
@@ -169,10 +169,10 @@ class ServeCompute:
                 tensor.record_stream(self.stream)
             self._under_way.append(torch.cuda.current_stream().record_event())
 
-    def room_for(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
+    def receive_buffers(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
         """Return empty buffers for the longest messages that an EXCHANGE action may receive."""
         empty = partial(torch.empty, dtype=torch.uint8, device=self.chain.device)
-        return {buffer: empty(self._room[buffer.kind]) for buffer in action.writes}
+        return {buffer: empty(self._receive_bytes[buffer.kind]) for buffer in action.writes}
 
     def _embed(self, group: int, inputs: DecodeInput) -> tuple[Pass, Tensor]:
         """Return the tokens of a group's previous pass to the feeder, get the next pass, and compute its embedding.

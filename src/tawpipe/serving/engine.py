@@ -27,7 +27,7 @@ from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.step import Schedule
 from tawpipe.serving.decode_steps import ServeCompute
 from tawpipe.serving.held import hold_weights, refuse_serving
-from tawpipe.serving.passes import Drawn, Pass, PassFeeder, Room, Sampling
+from tawpipe.serving.passes import Drawn, Pass, PassFeeder, Sampling, SlotLayout
 from tawpipe.serving.requests import Question, Slots
 from tawpipe.serving.stage import StayingStage
 
@@ -40,15 +40,15 @@ class Engine:
 
     Args:
         chain: the model, with the weights of all blocks loaded (``hold_weights``).
-        room: number of groups and KV-cache slots.
+        slot_layout: number of groups and KV-cache slots.
 
     Raises:
         UserError: requests cannot share a pass of this model, or the context exceeds its positions.
     """
 
-    def __init__(self, chain: Chain, room: Room) -> None:
-        self.chain, self.room = chain, room
-        self.stage = StayingStage(chain, room)
+    def __init__(self, chain: Chain, slot_layout: SlotLayout) -> None:
+        self.chain, self.slot_layout = chain, slot_layout
+        self.stage = StayingStage(chain, slot_layout)
 
     def compute(self, pass_: Pass) -> list[Drawn]:
         """Compute one pass through all blocks and return the drawn and scored tokens.
@@ -68,11 +68,11 @@ class Engine:
         Returns when a pass of each group, one after another, was marked as last."""
         assert feeder is not None
         group, ended = 0, 0
-        while ended < self.room.groups:
+        while ended < self.slot_layout.groups:
             pass_ = feeder.feed(group)
             feeder.take(group, self.compute(pass_))
             ended = ended + 1 if pass_.last else 0
-            group = (group + 1) % self.room.groups
+            group = (group + 1) % self.slot_layout.groups
 
     def close(self) -> None:
         """Do nothing: an engine of one process has no communication groups to leave."""
@@ -88,7 +88,7 @@ class StagesEngine:
 
     Args:
         chain: the model, with the weights of this rank's blocks loaded.
-        room: number of groups and KV-cache slots.
+        slot_layout: number of groups and KV-cache slots.
         world: the processes.
         schedule: schedule of a decode step.
         compression: format of hidden states sent between stages: ``int8``, or empty for none.
@@ -103,7 +103,7 @@ class StagesEngine:
     def __init__(
         self,
         chain: Chain,
-        room: Room,
+        slot_layout: SlotLayout,
         world: World,
         schedule: Schedule,
         *,
@@ -112,8 +112,8 @@ class StagesEngine:
         transport: Transport | None = None,
     ) -> None:
         verify(schedule, one_thread=True)
-        self.chain, self.room, self.world = chain, room, world
-        self.stage = StayingStage(chain, room)
+        self.chain, self.slot_layout, self.world = chain, slot_layout, world
+        self.stage = StayingStage(chain, slot_layout)
         self._schedule, self._compression = schedule, compression
         self._transport = transport or Transport(
             world.topology, world.rank, [schedule], device=world.device, timeout=timeout
@@ -150,7 +150,7 @@ class StagesEngine:
 
 def load_engine(
     model: str | Path,
-    room: Room,
+    slot_layout: SlotLayout,
     world: World,
     *,
     dtype: str = AUTO,
@@ -166,7 +166,7 @@ def load_engine(
 
     Args:
         model: a folder with a model, its name on the Hub, or a preset with random weights.
-        room: number of groups and KV-cache slots, and their context.
+        slot_layout: number of groups and KV-cache slots, and their context.
         world: the processes. Each gets a stage with an equal number of layers.
         dtype: type to compute in. ``auto`` is bf16 if every device supports it or if ``weights`` are quantised, because
             the kernels of quantised weights compute in bf16. Otherwise fp32.
@@ -187,14 +187,14 @@ def load_engine(
         fast = computes_in_bfloat16(world.device) or weights not in (AUTO, EXACT)
         dtype = usual_dtype(all(world.gather_numbers(float(fast))), world.device.type)[0]
     folder = same_folder(world, str(model), code=trust_remote_code)
-    positions = room.context if folder is None else 1  # a preset gets as many positions as the context
+    positions = slot_layout.context if folder is None else 1  # a preset gets as many positions as the context
     built = build_model(str(model), max_positions=positions, trust_remote_code=trust_remote_code)
     built.model.requires_grad_(False)  # nothing is trained; parts that text does not use stay
     chain = Chain(built.model)
-    refuse_serving(chain, room.context)
+    refuse_serving(chain, slot_layout.context)
     if world.size > 1 and chain.why_not_staged:
         raise UserError("model", str(model), f"one that runs in stages, or one process: {chain.why_not_staged}")
-    schedule = build_decode_steps(chain.spec, world.topology, room.groups)
+    schedule = build_decode_steps(chain.spec, world.topology, slot_layout.groups)
     blocks = schedule.step.strategy.computes(schedule.step)[world.rank]
 
     source = built.source(chain, seed=0)
@@ -204,12 +204,12 @@ def load_engine(
     codes = getattr(source, "codes", lambda name: None)
     hold_weights(chain, blocks, lambda unit: source.unit(unit, dtype=read), form=weights, codes=codes)
     if world.size == 1:
-        engine: Engine | StagesEngine = Engine(chain, room)
+        engine: Engine | StagesEngine = Engine(chain, slot_layout)
     else:
         world.wait_patiently()  # other ranks may still read weights, and groups must form within timeout
-        engine = StagesEngine(chain, room, world, schedule, compression=compression, timeout=timeout)
+        engine = StagesEngine(chain, slot_layout, world, schedule, compression=compression, timeout=timeout)
     # Compute one request now, so that all memory is allocated and errors show before the first real request.
-    first, told = Slots(room, waiting=1), list[Drawn | None]()
+    first, told = Slots(slot_layout, waiting=1), list[Drawn | None]()
     first.ask(Question((0,), 1, Sampling(temperature=0)), lambda drawn, *_: told.append(drawn))
     first.drain()
     engine.run(first)

@@ -29,7 +29,7 @@ from tawpipe.schedule.proof.verify import verify
 from tawpipe.serving.drawing import draw
 from tawpipe.serving.engine import Engine, StagesEngine
 from tawpipe.serving.held import hold_weights, longest_context, why_not_served
-from tawpipe.serving.passes import Drawn, Room, Sampling
+from tawpipe.serving.passes import Drawn, Sampling, SlotLayout
 from tawpipe.serving.placed import placed_weights
 from tawpipe.serving.placing import build_placing
 from tawpipe.serving.requests import End, Question, Slots
@@ -63,13 +63,13 @@ class Wanted:
         """Maximum number of tokens of the longest text, prompt included."""
         return max(map(len, self.prompts), default=0) + self.tokens
 
-    def room(self, ranks: int) -> Room:
+    def slot_layout(self, ranks: int) -> SlotLayout:
         """Return the groups, slots, context and chunk with which ``ranks`` processes generate these texts.
 
         There are at most ``ranks`` groups. Each has a slot for every text of its share, at most ``MOST_SLOTS``."""
         texts = max(1, len(self.prompts))
         groups = min(ranks, texts)
-        return Room(groups, min(MOST_SLOTS, -(-texts // groups)), self.longest, min(CHUNK, self.longest))
+        return SlotLayout(groups, min(MOST_SLOTS, -(-texts // groups)), self.longest, min(CHUNK, self.longest))
 
     def sampling_of(self, number: int) -> Sampling:
         """Return the sampling settings of the prompt with index ``number``: seed ``sampling.seed + number``."""
@@ -142,12 +142,12 @@ class GrowingTexts:
         question = Question(tuple(wanted.prompts[number]), wanted.tokens, wanted.sampling_of(number), wanted.stops)
         slots.ask(question, tell)
 
-    def in_slots(self, room: Room) -> Slots:
+    def in_slots(self, slot_layout: SlotLayout) -> Slots:
         """Return a new queue of requests with all texts, which accepts no further requests.
 
-        The texts are complete after an engine with ``room`` has run with the returned object. With 0 tokens to add, the
+        The texts are complete after an engine with ``slot_layout`` has run with the returned object. With 0 tokens to add, the
         queue is empty."""
-        slots = Slots(room, waiting=len(self.texts))
+        slots = Slots(slot_layout, waiting=len(self.texts))
         if self._wanted.tokens:
             for number in range(len(self.texts)):
                 self.ask(slots, number)
@@ -180,11 +180,11 @@ class Generator:
         """Load the weights into pipeline stages, generate the texts, and return their continuations on all ranks.
 
         Call on all ranks, while no other action runs. Afterwards the chain holds no weights."""
-        world, texts, room = self._world, GrowingTexts(wanted), wanted.room(self._world.size)
+        world, texts, slot_layout = self._world, GrowingTexts(wanted), wanted.slot_layout(self._world.size)
         with torch.compiler.set_stance("force_eager"):  # compiled layers expect whole rows
             try:
-                engine = self._staged(room) if world.size > 1 else self._whole(room)
-                engine.run(texts.in_slots(room) if world.rank == 0 else None)
+                engine = self._staged(slot_layout) if world.size > 1 else self._whole(slot_layout)
+                engine.run(texts.in_slots(slot_layout) if world.rank == 0 else None)
             finally:
                 for unit in self._chain.units:
                     self._chain.release(unit.index)
@@ -196,18 +196,18 @@ class Generator:
         if self._transport is not None:
             self._transport.close()
 
-    def _whole(self, room: Room) -> Engine:
+    def _whole(self, slot_layout: SlotLayout) -> Engine:
         """Load the weights of all blocks from home memory into the chain, and return the engine of a single process."""
         copies, blocks = self._storage.compute_copy, range(len(self._chain.blocks))
         hold_weights(self._chain, blocks, lambda unit: self._numbers(unit, copies[unit.index]))
-        return Engine(self._chain, room)
+        return Engine(self._chain, slot_layout)
 
-    def _staged(self, room: Room) -> StagesEngine:
+    def _staged(self, slot_layout: SlotLayout) -> StagesEngine:
         """Send every stage's weights from their homes to its rank, load this rank's stage, and return its engine.
 
         Call on all ranks. The first call also creates the communication groups, which waits for all ranks."""
         world, chain, homes = self._world, self._chain, self._storage.homes
-        schedule = build_decode_steps(chain.spec, world.topology, room.groups)
+        schedule = build_decode_steps(chain.spec, world.topology, slot_layout.groups)
         stages = schedule.step.strategy.computes(schedule.step)
         wanted = [[unit.index for unit in chain.units if set(stage).intersection(unit.blocks)] for stage in stages]
         placing = build_placing(chain.spec, world.topology, tuple(homes), wanted)
@@ -217,7 +217,7 @@ class Generator:
             verify(placing, one_thread=True)
         placed = placed_weights(placing, self._storage, self._transport)
         hold_weights(chain, stages[world.rank], lambda unit: self._numbers(unit, placed.pop(unit.index)))
-        return StagesEngine(chain, room, world, schedule, transport=self._transport)
+        return StagesEngine(chain, slot_layout, world, schedule, transport=self._transport)
 
     def _numbers(self, unit: Unit, flat: Tensor) -> Tensor:
         """Return the weights of ``unit`` as plain values of the compute type, without padding or packing.

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True)
-class Room:
+class SlotLayout:
     """Numbers and sizes of the KV-cache slots of an engine, fixed while it runs.
 
     Attributes:
@@ -55,7 +55,7 @@ class Row:
     """Document in a pass: the next tokens of one slot.
 
     Attributes:
-        slot: index among all slots: ``group * Room.slots`` + index in the group that computes its single next token. No
+        slot: index among all slots: ``group * SlotLayout.slots`` + index in the group that computes its single next token. No
             two rows of a pass have the same slot.
         first: position of the first token. At 0, a new request begins in the slot.
         tokens: token ids, at least one.

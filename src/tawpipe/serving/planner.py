@@ -38,7 +38,7 @@ SIMPLER = 1.05
 HAND_S = 7e-4
 """Seconds of a hop in addition to the link's: threads that wake one after another, and the calls of a transfer.
 Measured on CPUs (benchmarks/results/README.md#serving-serving)."""
-ROOMS = 4
+PASS_BUFFERS = 4
 """Buffers for a pass in each process, for each group, in addition to KV caches: received, sent and computed data."""
 
 
@@ -242,11 +242,11 @@ class ServeWay:
     @cached_property
     def memory_bytes(self) -> int:
         """Bytes on the device that needs the most memory: weights, all KV caches, buffers of passes, and the system."""
-        request, room = self.request, self.groups * self.slots * self.request.context
-        rooms = ROOMS * self.groups * (self.slots + self.chunk) * request.boundary_bytes
+        request, cache_tokens = self.request, self.groups * self.slots * self.request.context
+        buffer_bytes = PASS_BUFFERS * self.groups * (self.slots + self.chunk) * request.boundary_bytes
         widths = request.weight_bytes or (2.0,) * len(request.model.units)
-        held = fullest_bytes(request.model, self.stages, widths, room * request.key_bytes)
-        return math.ceil(held + rooms) + request.system_bytes
+        held = fullest_bytes(request.model, self.stages, widths, cache_tokens * request.key_bytes)
+        return math.ceil(held + buffer_bytes) + request.system_bytes
 
     @property
     def fits(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tawpipe.serving.passes import IDLE_S, Drawn, Pass, Room, Row, Sampling
+from tawpipe.serving.passes import IDLE_S, Drawn, Pass, Row, Sampling, SlotLayout
 
 End = Literal["", "stop", "length", "error"]
 """End of a request: ``stop`` (by a stop token), ``length`` (by a token limit), ``error``; ``""`` if it is open."""
@@ -24,7 +24,7 @@ tokens.
 """
 
 
-class NoRoom(Exception):
+class QueueFull(Exception):
     """Raised if the maximum number of requests are already waiting."""
 
 
@@ -119,23 +119,23 @@ class Slots:
     Prompts are read one after another: every pass, of any group, takes a chunk of the current prompt.
 
     Args:
-        room: groups, slots and context of the engine.
+        slot_layout: groups, slots and context of the engine.
         waiting: maximum number of requests that wait for a slot, in addition to requests that find a free one.
         idle_s: maximum seconds between decode steps while there are no requests.
     """
 
-    def __init__(self, room: Room, *, waiting: int, idle_s: float = IDLE_S) -> None:
-        self.room, self.counts = room, Counts()
+    def __init__(self, slot_layout: SlotLayout, *, waiting: int, idle_s: float = IDLE_S) -> None:
+        self.slot_layout, self.counts = slot_layout, Counts()
         self._most_waiting, self._idle_s = waiting, idle_s
-        self._places = range(room.groups * room.slots)
+        self._places = range(slot_layout.groups * slot_layout.slots)
         self._slots: dict[int, Ticket] = {}
         """Occupied slots and their requests."""
         self._queue = deque[Ticket]()
         self._reading: Ticket | None = None
         """Request whose prompt is being read, or None."""
-        self._drawing: list[dict[int, Ticket]] = [{} for _ in range(room.groups)]
+        self._drawing: list[dict[int, Ticket]] = [{} for _ in range(slot_layout.groups)]
         """For each group's pass being computed: slot -> request for which the pass draws or scores tokens."""
-        self._closing: list[Ticket | None] = [None] * room.groups
+        self._closing: list[Ticket | None] = [None] * slot_layout.groups
         """For each group's pass being computed: a request without an answer whose prompt ends in this pass, or None."""
         self._changed = threading.Condition()
         self.ending = self._last = False
@@ -164,7 +164,7 @@ class Slots:
             tell: callback for tokens. It is called in the engine's thread and must return at once.
 
         Raises:
-            NoRoom: too many requests are waiting.
+            QueueFull: too many requests are waiting.
             Ended: the service accepts no more requests.
         """
         return self.ask_all([(question, tell)])[0]
@@ -179,7 +179,7 @@ class Slots:
             if self.ending:
                 raise Ended
             if len(self._queue) + len(questions) > self.most - self.in_use:
-                raise NoRoom
+                raise QueueFull
             tickets = [Ticket(question, tell) for question, tell in questions]
             self._queue.extend(tickets)
             self._changed.notify_all()
@@ -236,11 +236,13 @@ class Slots:
                 self._reading = self._queue.popleft()
                 self._reading.slot = self._emptiest()
                 self._slots[self._reading.slot] = self._reading
-            held = map(self._slots.get, self._places[group * self.room.slots : (group + 1) * self.room.slots])
+            held = map(
+                self._slots.get, self._places[group * self.slot_layout.slots : (group + 1) * self.slot_layout.slots]
+            )
             tickets = [ticket for ticket in held if ticket is not None and ticket.latest is not None]
             if self._reading is not None:
                 tickets.append(self._reading)
-            rows = tuple(ticket.next_row(self.room.chunk) for ticket in tickets)
+            rows = tuple(ticket.next_row(self.slot_layout.chunk) for ticket in tickets)
             self._closing[group] = None
             if self._reading is not None and not self._reading.in_prompt:
                 self.counts.prompt_tokens += self._reading.computed_tokens
@@ -275,7 +277,7 @@ class Slots:
                 end: End = ""
                 if token.token in ticket.question.stops:
                     end = "stop"
-                elif ticket.answer >= ticket.question.tokens or token.position >= self.room.context:
+                elif ticket.answer >= ticket.question.tokens or token.position >= self.slot_layout.context:
                     end = "length"
                 ticket.tell(token, end, "")
                 if end:
@@ -286,9 +288,9 @@ class Slots:
 
     def _emptiest(self) -> int:
         """Return a free slot in a group with the fewest requests."""
-        busy = Counter(slot // self.room.slots for slot in self._slots)
+        busy = Counter(slot // self.slot_layout.slots for slot in self._slots)
         free = (slot for slot in self._places if slot not in self._slots)
-        return min(free, key=lambda slot: busy[slot // self.room.slots])
+        return min(free, key=lambda slot: busy[slot // self.slot_layout.slots])
 
     def _free(self, ticket: Ticket, how: str) -> None:
         """Free the slot of a request, and count its end as ``how``."""

@@ -13,7 +13,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.stubs import LayerCall
 from tawpipe.serving.drawing import draw, score
 from tawpipe.serving.held import refuse_serving
-from tawpipe.serving.passes import Drawn, Pass, Room
+from tawpipe.serving.passes import Drawn, Pass, SlotLayout
 
 LOGITS = 2**24
 """Maximum number of logits that exist at one time while the known tokens of a prompt are scored."""
@@ -26,17 +26,17 @@ class StayingStage:
 
     Args:
         chain: the model; it is put into evaluation mode.
-        room: groups and KV-cache slots.
+        slot_layout: groups and KV-cache slots.
 
     Raises:
         UserError: requests cannot share a pass of this model, or the context exceeds its positions.
     """
 
-    def __init__(self, chain: Chain, room: Room) -> None:
-        refuse_serving(chain, room.context)
+    def __init__(self, chain: Chain, slot_layout: SlotLayout) -> None:
+        refuse_serving(chain, slot_layout.context)
         chain.set_training(False)
-        self.chain, self.room = chain, room
-        self.cache = SlotCache(room.groups * room.slots, room.context)
+        self.chain, self.slot_layout = chain, slot_layout
+        self.cache = SlotCache(slot_layout.groups * slot_layout.slots, slot_layout.context)
         self._vocabulary = chain.config.get_text_config().vocab_size
 
     @torch.no_grad()

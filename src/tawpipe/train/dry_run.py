@@ -137,7 +137,7 @@ def _examine(config: TrainConfig, world: World, console: Console, cache: str) ->
         weights = f"resumed from {prepared.start.place}, step {state.step}"
     rows.insert(1, ("weights", weights))
     rows[2:2] = group_rows(config, optimizer, chain.units)
-    console.plan([*rows, *_room(world, prepared.needs)], title="would run")
+    console.plan([*rows, *_memory_rows(world, prepared.needs)], title="would run")
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def _dealt(prepared: Prepared, step: StepSpec) -> Packs:
     return deals(prepared.data.train.step(prepared.samples, batch.step_tokens).lengths)
 
 
-def _room(world: World, needs: Needs | None) -> list[tuple[str, str]]:
+def _memory_rows(world: World, needs: Needs | None) -> list[tuple[str, str]]:
     """Return console rows with the memory of each process and the share of it that the run takes.
 
     Host memory has a row if the run needs any. Without ``needs`` only the memory of each process is shown. Call on all

@@ -271,15 +271,15 @@ def texts_bytes(chain: Chain, texts: Wanted, request: PlanRequest, schedule: Sch
     """
     if not texts.prompts or not texts.tokens or why_by_evaluation(chain, ranks):
         return 0
-    room, memory, width = texts.room(ranks), request.profile.memory, request.widths.weight
+    slot_layout, memory, width = texts.slot_layout(ranks), request.profile.memory, request.widths.weight
     staying = ranks > 1 or request.step(schedule).copies_in_host
     units, config = request.model.units, chain.config.get_text_config()
     widths = [width * unit.parameters / unit.numel if staying or unit.packed else 0.0 for unit in units]
-    cache = room.groups * room.slots * room.context * memory.keys
+    cache = slot_layout.groups * slot_layout.slots * slot_layout.context * memory.keys
     held = fullest_bytes(request.model, Layout.even(len(chain.blocks), ranks), widths, cache)
-    tokens = room.slots + room.chunk
+    tokens = slot_layout.slots + slot_layout.chunk
     fixed, per_token = memory.working.get("layer", {}).get("forward full", (0, 0.0))
-    logits = (room.slots + 1) * config.vocab_size * (width + LOGITS)
+    logits = (slot_layout.slots + 1) * config.vocab_size * (width + LOGITS)
     return ceil(held + 2 * tokens * memory.boundary + max(fixed + per_token * tokens, logits))
 
 
@@ -325,7 +325,7 @@ def check_left(world: World, group_bytes: Mapping[Any, int], needs: Needs | None
     world.require(wanted <= left, "memory", words, expected)
 
 
-def room_to_keep(world: World, settings: ScheduleSettings, needs: Needs) -> int:
+def keepable_mib(world: World, settings: ScheduleSettings, needs: Needs) -> int:
     """Return the MiB of device memory in which layers may keep activations instead of recomputing them.
 
     This is the default of ``keep_mib`` for documents of uneven lengths: the memory that the largest step leaves free on

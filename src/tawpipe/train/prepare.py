@@ -44,7 +44,7 @@ from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs, state_bytes
 from tawpipe.train.exporting import Form
 from tawpipe.train.judging.retrieval import RetrievalCheck
 from tawpipe.train.judging.sample import beginnings, wanted_texts
-from tawpipe.train.memory import MemoryLoad, check_memory, measured_for, room_to_keep, settled_recompute, too_large
+from tawpipe.train.memory import MemoryLoad, check_memory, keepable_mib, measured_for, settled_recompute, too_large
 from tawpipe.train.planned import Followed, Planning
 from tawpipe.train.run_model import RunModel
 from tawpipe.train.saying.words import batch_words, device_name, memory_rows, step_rows, without_effect
@@ -314,7 +314,7 @@ def check(run: BuiltRun, planning: Planning, followed: Followed, console: Consol
         needs, request = check_memory(
             planning, batch, request, _load(run, disk, world), lambda short: WouldFit(short, config, asks), console
         )
-    if needs is not None and batch.dealt and config.plan != "none" and (mib := room_to_keep(world, schedule, needs)):
+    if needs is not None and batch.dealt and config.plan != "none" and (mib := keepable_mib(world, schedule, needs)):
         schedule = replace(schedule, keep_mib=mib)
         needs = replace(needs, parts={**needs.parts, "kept": mib * 2**20})
 

@@ -223,12 +223,12 @@ class Model:
         kept = {stage: self.table.kept[stage] for stage in stages}
         moved = {stage: self.table.moved[stage] for stage in stages}
         parts = {stage: self.table.kept_for_weights[stage] if self._apart(stage) else 0.0 for stage in stages}
-        room = self.table.rooms[place]
+        free_memory = self.table.free_memory[place]
         if fits(costs, self.table.resident[place] + self.micro_batches * sum([*kept.values(), *parts.values()])):
             return
         stays = {stage: kept[stage] - moved[stage] for stage in stages}
         sizes = (*kept.values(), *moved.values(), *stays.values(), *parts.values())
-        unit = unit_of([size for size in sizes if size > 0], room / GRAINS)
+        unit = unit_of([size for size in sizes if size > 0], free_memory / GRAINS)
         held, demands = [], []
 
         def hold(first: Work, last: Work, memory: float, present: Any = True) -> None:
@@ -281,7 +281,7 @@ class Model:
                 hold(into, back, moved[stage], away)
                 if away is not True:
                     hold(front, back, moved[stage], ~away)
-        model.add_cumulative(held, demands, math.floor(room / unit + 1e-6))
+        model.add_cumulative(held, demands, math.floor(free_memory / unit + 1e-6))
 
     def _transfers(self, stage: int, number: int) -> Any:
         """Add O and R of one stage and micro-batch to the model, if they may exist.

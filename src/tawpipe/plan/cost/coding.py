@@ -9,7 +9,7 @@ import torch
 
 from tawpipe.runtime.transport.exact import best_form, changes, decode_change, encode_change
 from tawpipe.runtime.transport.exact_gradients import decode_gradient, encode_gradient
-from tawpipe.schedule.spec import coded_room
+from tawpipe.schedule.spec import coded_bytes
 from tawpipe.simulate import CodingTimes
 
 ELEMENTS = 1 << 19
@@ -48,7 +48,7 @@ def measured(device: torch.device, seconds: Callable[[Callable[[], object]], flo
     of_gradients = [0.0, 0.0]
     if device.type == "cpu":  # gradients are coded on CPUs only
         each = torch.randn(4, ELEMENTS, generator=dice) * torch.randn(4, ELEMENTS, generator=dice)
-        total, message = each.bfloat16().float().sum(0), torch.empty(coded_room(ELEMENTS, 4), dtype=torch.uint8)
+        total, message = each.bfloat16().float().sum(0), torch.empty(coded_bytes(ELEMENTS, 4), dtype=torch.uint8)
         of_gradients = [
             seconds(run) / ELEMENTS
             for run in (partial(encode_gradient, total, message), partial(decode_gradient, message, total))

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 2048
 """Tokens of the longest row that is run on a CPU. Memory grows linearly with the tokens, because no kernel stores a
 matrix of attention scores."""
-ROOM_OF_TOKEN = 128
+BOUNDARIES_PER_TOKEN = 128
 """Boundary activations per token that must fit in free GPU memory for a row to be run. A layer needs half of that."""
 MEASURED_CHUNK = 512
 """Tokens of the smaller of the two chunk sizes that are run. The other is twice as large. Memory of larger chunks is
@@ -86,8 +86,8 @@ def _longest(bench: Bench, tokens: int) -> int:
     recur, because these use another kernel, which needs more memory."""
     most, width = MOST_TOKENS, bench.chain.width
     if bench.device.type == "cuda":
-        room = torch.cuda.mem_get_info(bench.device)[0] // (ROOM_OF_TOKEN * bench.boundary)
-        most = max(most, 2 * FIXED * min(ceil(width / FIXED), room // (2 * FIXED)))
+        capacity = torch.cuda.mem_get_info(bench.device)[0] // (BOUNDARIES_PER_TOKEN * bench.boundary)
+        most = max(most, 2 * FIXED * min(ceil(width / FIXED), capacity // (2 * FIXED)))
     if most < min(tokens, 2 * width):
         words = "memory of layers is measured with rows of %d tokens, not %d: longer rows may take more than predicted"
         logger.warning(words, most, 2 * width)

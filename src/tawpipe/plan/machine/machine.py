@@ -199,11 +199,11 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
     nodes = content.get("nodes")
     if not isinstance(nodes, list) or not nodes or any(not _whole(size, 1) for size in nodes):
         raise UserError(f"{where}: nodes", nodes, "a list with the number of devices of every node, as in [8, 8]")
-    room = {"host": 0, "files": 0}
+    capacities = {"host": 0, "files": 0}
     for part, key in (("host", "memory_gib"), ("files", "free_gib")):
         values = content.get(part)
         if isinstance(values, Mapping) and key in values:
-            room[part] = memory_from(values[key], f"{where}: {part}", key)
+            capacities[part] = memory_from(values[key], f"{where}: {part}", key)
             content = {**content, part: {name: value for name, value in values.items() if name != key}}
     if isinstance(content.get("files"), Mapping):
         content = {**content, "files": {"full_duplex": False, **content["files"]}}
@@ -234,9 +234,9 @@ def machine_from(content: Any, *, where: str = "topology") -> Machine:
         of,
         links.get("host", free),
         devices[0] if devices else device,
-        room["host"],
+        capacities["host"],
         links.get("files", replace(free, full_duplex=False)),
-        room["files"],
+        capacities["files"],
         devices if len(set(devices)) > 1 else (),
     )
 

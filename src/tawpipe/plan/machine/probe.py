@@ -240,7 +240,7 @@ class _Ruler:
             back: True if the second rank sends.
             times: number of exchanges that are timed.
         """
-        sent, received = self._room(size)
+        sent, received = self._buffer_pair(size)
         sends, receives = (forth, back) if first else (back, forth)
 
         def exchange(count: int) -> None:
@@ -253,7 +253,7 @@ class _Ruler:
         timed(lambda: exchange(TRIAL_BYTES // 4), self.world.device)  # opens the connection
         return timed(lambda: exchange(size), self.world.device, times)
 
-    def _room(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _buffer_pair(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two buffers of ``size`` bytes, to send and to receive; kept until another size is needed."""
         if size not in self._buffers:
             self._buffers = {size: tuple(torch.ones(size, dtype=torch.uint8, device=self.world.device) for _ in "ab")}  # type: ignore[dict-item]

@@ -104,7 +104,7 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
     if request.dealt:
         costs = replace(costs, size=request.mean_pack(positions.size)[1])
     boundary, passing = memory.boundary * request.size.tokens, memory.boundary * costs.size.tokens
-    room, resident = _room(request, positions, recompute)
+    free_memory, resident = _free_memory(request, positions, recompute)
     for number, (block, taken) in enumerate(zip(request.model.blocks, resident, strict=True)):
         layer, trains = block.kind == "layer", block.needs_backward or block.kind == "head"
         forward = costs.forward_s(0, number, 0) if block.kind != "head" else 0.0
@@ -124,7 +124,7 @@ def pipeline_costs(request: PlanRequest, positions: Positions, recompute: str) -
     return PipelineCosts(
         tuple(blocks),
         pace=paces if max(paces) - min(paces) > 1e-9 or abs(paces[0] - 1) > 1e-9 else (),
-        memory=room,
+        memory=free_memory,
         host=round(host * MICRO) if host < math.inf else math.inf,
         **hops(positions, passing, blocks, between=costs.between, inside=costs.inside),
     )
@@ -166,7 +166,7 @@ def hops(
     return {"hop": time(between), **near, **alone}
 
 
-def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[float, list[float]]:
+def _free_memory(request: PlanRequest, positions: Positions, recompute: str) -> tuple[float, list[float]]:
     """Return (memory of a position for kept activations, memory that each block occupies permanently).
 
     A block occupies weights, gradients, optimizer state, and working memory beyond a layer's. Both results are in
@@ -190,8 +190,8 @@ def _room(request: PlanRequest, positions: Positions, recompute: str) -> tuple[f
         of_blocks[number] += max(0, working[block.kind] - usual) + passing[number] * (block.kind != "layer")
     of_layers = sum({size for size, block in zip(passing, blocks, strict=True) if block.kind == "layer"})
     boundary = request.profile.memory.boundary * request.size.tokens
-    room = (request.memory_bytes - besides - usual - of_layers) // boundary - PASSING
-    return max(0, room), [math.ceil(100 * taken / boundary) / 100 for taken in of_blocks]
+    free_memory = (request.memory_bytes - besides - usual - of_layers) // boundary - PASSING
+    return max(0, free_memory), [math.ceil(100 * taken / boundary) / 100 for taken in of_blocks]
 
 
 def _of_units(request: PlanRequest, step: StepSpec, positions: Positions) -> list[float]:
@@ -243,9 +243,9 @@ def _besides(request: PlanRequest, schedule: Schedule) -> float:
         home.shard_size * widths.on_device(number, step.settings.host_homes, trainable=unit.trainable)
         for number, (home, unit) in enumerate(zip(step.homes, step.model.units, strict=True))
     ]
-    rooms = max(
+    passing_bytes = max(
         home_bytes(schedule, rank, widths)[0]
         - sum(size for size, home in zip(at_home, step.homes, strict=True) if home.index(rank) is not None)
         for rank in schedule.played
     )
-    return parts["system"] + parts.get("apart", 0) + widths.unpacked * widths.weight + rooms
+    return parts["system"] + parts.get("apart", 0) + widths.unpacked * widths.weight + passing_bytes

@@ -268,14 +268,14 @@ class _Task:
         return self.topology.num_nodes * sum(len(exchange.arrivals) ** 2 for exchange in self.exchanges)
 
     @cached_property
-    def room(self) -> list[float]:
+    def capacities(self) -> list[float]:
         """Bytes that homes on every node may occupy; sharded units fill all devices of a node equally."""
         of_nodes = [self.limits[list(node)] for node in self.topology.nodes]
         return [float(some.sum() if self.whole else some.min() * len(some)) for some in of_nodes]
 
     def by_memory(self) -> tuple[int, ...]:
         """Return a node for every unit: the largest unit first, each on the node with the most free memory."""
-        left, homes = list(self.room), [0] * len(self.kept)
+        left, homes = list(self.capacities), [0] * len(self.kept)
         for unit in np.argsort(-self.kept, kind="stable"):
             homes[unit] = max(range(len(left)), key=lambda node: left[node])
             left[homes[unit]] -= self.kept[unit]
@@ -306,7 +306,7 @@ class _Task:
             moved = False
             for unit, size in enumerate(self.kept):
                 here = homes[unit]
-                options = [n for n in range(nodes) if n == here or kept[n] + size <= self.room[n]]
+                options = [n for n in range(nodes) if n == here or kept[n] + size <= self.capacities[n]]
                 costs = {node: seconds(unit, node) for node in options}
                 best = min(options, key=lambda node: costs[node])
                 if costs[best] < costs[here] * (1 - PRECISION):

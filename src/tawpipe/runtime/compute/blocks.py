@@ -13,7 +13,7 @@ from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.runtime.compute.activations import ROWS, Activations
 from tawpipe.runtime.compute.randomness import BlockRandomness, seed_of
-from tawpipe.runtime.compute.rows import GrowingRoom, Places
+from tawpipe.runtime.compute.rows import GrowingBuffer, Places
 from tawpipe.runtime.compute.sets import SetTokens
 from tawpipe.runtime.compute.split import DeferredProducts
 from tawpipe.runtime.compute.step_input import StepInput
@@ -60,7 +60,7 @@ class Blocks:
         self.held = Activations()
         self.bound: dict[int, Tensor] = {}
         """Unit -> the flat buffer that its parameters are views of."""
-        self.rooms: dict[tuple[Buffer, torch.dtype], GrowingRoom] = {}
+        self.growing_buffers: dict[tuple[Buffer, torch.dtype], GrowingBuffer] = {}
         """Buffers for inputs that are offloaded to CPU memory or reloaded from it; reused during the whole run."""
         self.places = Places(chain.device, offload_dir)
         self.under_way: defaultdict[Lane, deque[torch.Event]] = defaultdict(deque)

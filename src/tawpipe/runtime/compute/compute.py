@@ -143,9 +143,9 @@ class Compute(Blocks):
         """Run an EXCHANGE of activations, in the lane of a direction between two ranks."""
         moves.travel(self, action, frame.transport, frame.inputs)
 
-    def room_for(self, action: Action, frame: Frame[StepInput]) -> dict[Buffer, Tensor]:
+    def receive_buffers(self, action: Action, frame: Frame[StepInput]) -> dict[Buffer, Tensor]:
         """Return new tensors for the activations that an EXCHANGE receives."""
-        return moves.room_for(self, action, frame.inputs)
+        return moves.receive_buffers(self, action, frame.inputs)
 
     def offload(self, action: Action, frame: Frame[StepInput]) -> None:
         """Run OFFLOAD: copy an activation into pinned CPU memory.

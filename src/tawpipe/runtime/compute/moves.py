@@ -12,7 +12,7 @@ from tawpipe.errors import UserError
 from tawpipe.runtime.compute.activations import ROWS, LayerGraph, WaitingGraph
 from tawpipe.runtime.compute.blocks import Blocks
 from tawpipe.runtime.compute.chunks import spans_of
-from tawpipe.runtime.compute.rows import GrowingRoom
+from tawpipe.runtime.compute.rows import GrowingBuffer
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.schedule.actions import Action, Op
@@ -23,12 +23,12 @@ ALIGNED = 512
 """Alignment, in bytes, of storages in CPU memory."""
 
 
-def room_for(blocks: Blocks, action: Action, step_input: StepInput) -> dict[Buffer, Tensor]:
+def receive_buffers(blocks: Blocks, action: Action, step_input: StepInput) -> dict[Buffer, Tensor]:
     """Return a new, uninitialised tensor on the device for every activation that an EXCHANGE receives, by buffer."""
-    rooms, width, dtype, device = dict[Buffer, Tensor](), blocks.chain.width, blocks.chain.dtype, blocks.chain.device
+    tensors, width, dtype, device = dict[Buffer, Tensor](), blocks.chain.width, blocks.chain.dtype, blocks.chain.device
     for buffer in action.writes:
-        rooms[buffer] = torch.empty((*blocks.shape(step_input, buffer.at[0]), width), dtype=dtype, device=device)
-    return rooms
+        tensors[buffer] = torch.empty((*blocks.shape(step_input, buffer.at[0]), width), dtype=dtype, device=device)
+    return tensors
 
 
 def travel(blocks: Blocks, action: Action, transport: Transport, step_input: StepInput) -> None:
@@ -54,7 +54,7 @@ def travel(blocks: Blocks, action: Action, transport: Transport, step_input: Ste
                 raise UserError(name, f"{tuple(held.shape)} in {held.dtype}", expected)
             tensors[transfer.buffer] = held.contiguous()
     if transport.early_transfers is None:
-        tensors |= room_for(blocks, action, step_input)
+        tensors |= receive_buffers(blocks, action, step_input)
     tensors |= transport.exchange(action, tensors)
     for transfer in action.transfers:
         table = blocks.held.tables[transfer.buffer.kind]
@@ -81,12 +81,12 @@ def copy(blocks: Blocks, action: Action, *, to_host: bool) -> None:
     source: Any = blocks.held.inputs[action.reads[0]]
     target = action.writes[0]
     if target.kind is Kind.INPUT:  # a tensor of its own on the device, like any input
-        room = torch.empty(source.shape, dtype=source.dtype, device=blocks.chain.device)
+        destination = torch.empty(source.shape, dtype=source.dtype, device=blocks.chain.device)
     else:
-        room = place(blocks, target, source.shape, source.dtype, to_host=to_host)
-    blocks.held.inputs[target] = room.copy_(source, non_blocking=True)
+        destination = place(blocks, target, source.shape, source.dtype, to_host=to_host)
+    blocks.held.inputs[target] = destination.copy_(source, non_blocking=True)
     if blocks.chain.device.type == "cuda" and action.frees:
-        (source if to_host else room).record_stream(torch.cuda.current_stream() if to_host else blocks.stream)
+        (source if to_host else destination).record_stream(torch.cuda.current_stream() if to_host else blocks.stream)
     blocks.held.free(action)
 
 
@@ -99,7 +99,7 @@ def move(blocks: Blocks, action: Action, *, to_host: bool) -> None:
     kept = blocks.held.kept[source]
     if to_host:
         assert isinstance(kept, LayerGraph)
-        kept = _leave(kept, _room(blocks, target, torch.uint8, to_host=True))
+        kept = _leave(kept, _growing_buffer(blocks, target, torch.uint8, to_host=True))
     else:
         assert isinstance(kept, WaitingGraph)
         kept = _return(kept, blocks)
@@ -107,8 +107,8 @@ def move(blocks: Blocks, action: Action, *, to_host: bool) -> None:
     blocks.held.free(action)
 
 
-def _leave(graph: LayerGraph, room: GrowingRoom) -> WaitingGraph:
-    """Copy a graph's storages into ``room``, and free their device memory; return the waiting graph."""
+def _leave(graph: LayerGraph, destination: GrowingBuffer) -> WaitingGraph:
+    """Copy a graph's storages into ``destination``, and free their device memory; return the waiting graph."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in (graph.leaf, *graph.saved):
         by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
@@ -117,7 +117,7 @@ def _leave(graph: LayerGraph, room: GrowingRoom) -> WaitingGraph:
         begin, end = end, end + tensors[0].untyped_storage().nbytes()
         storages.append((begin, end, tuple((t, t.shape, t.stride(), t.storage_offset()) for t in tensors)))
         end = -(-end // ALIGNED) * ALIGNED
-    memory = room.of((end,))
+    memory = destination.of((end,))
     for begin, end, tensors in storages:
         first = tensors[0][0]
         here = torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
@@ -143,16 +143,16 @@ def _return(waiting: WaitingGraph, blocks: Blocks) -> LayerGraph:
 
 def place(blocks: Blocks, target: Buffer, shape: torch.Size, dtype: torch.dtype, *, to_host: bool) -> Tensor:
     """Return the reused tensor for an input: in CPU memory if it is offloaded (``to_host``), else on the device."""
-    return _room(blocks, target, dtype, to_host=to_host).of(shape)
+    return _growing_buffer(blocks, target, dtype, to_host=to_host).of(shape)
 
 
-def _room(blocks: Blocks, target: Buffer, dtype: torch.dtype, *, to_host: bool) -> GrowingRoom:
+def _growing_buffer(blocks: Blocks, target: Buffer, dtype: torch.dtype, *, to_host: bool) -> GrowingBuffer:
     """Return the reused buffer for a schedule buffer: pinned CPU memory with ``to_host``, else on the device."""
     key = target, dtype
-    if key not in blocks.rooms:
+    if key not in blocks.growing_buffers:
         pinned = to_host and blocks.chain.device.type == "cuda"
-        blocks.rooms[key] = GrowingRoom(dtype, "cpu" if to_host else blocks.chain.device, pinned=pinned)
-    return blocks.rooms[key]
+        blocks.growing_buffers[key] = GrowingBuffer(dtype, "cpu" if to_host else blocks.chain.device, pinned=pinned)
+    return blocks.growing_buffers[key]
 
 
 def make_places(
@@ -176,8 +176,8 @@ def make_places(
     }
     for action in program:
         if action.op in (Op.OFFLOAD, Op.RELOAD) and action.reads[0].kind in ROWS:
-            room = _room(blocks, action.writes[0], dtype, to_host=action.op is Op.OFFLOAD)
-            room.reserve(shapes[action.micro_batch])
+            growing_buffer = _growing_buffer(blocks, action.writes[0], dtype, to_host=action.op is Op.OFFLOAD)
+            growing_buffer.reserve(shapes[action.micro_batch])
         for buffer in action.writes:
             if buffer.kind is Kind.OFFLOADED and action.op is Op.FORWARD:
                 shape = shapes[action.micro_batch]

@@ -74,7 +74,7 @@ class OnDevice:
         pass
 
 
-class GrowingRoom:
+class GrowingBuffer:
     """Buffer for one tensor after another, as large as the largest so far.
 
     Args:
@@ -110,11 +110,11 @@ class Slot:
     """Device buffer through which one chunk after another is copied.
 
     Args:
-        room: The memory.
+        buffer: The memory.
         left: Event after which the last chunk is no longer needed here.
     """
 
-    room: GrowingRoom
+    buffer: GrowingBuffer
     left: torch.Event | None = None
 
 
@@ -137,7 +137,7 @@ class Staging:
         """Return two slots for chunks that are copied in ``stream``, whose tokens have this dtype and shape."""
         free = self._free.setdefault((stream, dtype, *width), [])
         while len(free) < UNDER_WAY:
-            free.append(Slot(GrowingRoom(dtype, self.device)))
+            free.append(Slot(GrowingBuffer(dtype, self.device)))
         return [free.pop() for _ in range(UNDER_WAY)]
 
     def give_back(self, stream: Any, dtype: torch.dtype, width: Sequence[int], slots: list[Slot]) -> None:
@@ -158,7 +158,7 @@ class InHost:
     def __init__(self, dtype: torch.dtype, staging: Staging | None) -> None:
         self.shape: tuple[int, ...] = ()
         self.dtype, self._staging = dtype, staging
-        self._rooms: dict[int, GrowingRoom] = {}
+        self._chunk_buffers: dict[int, GrowingBuffer] = {}
         """First token of a chunk -> its memory."""
         self._leaving: list[Slot] = []
         self._written: torch.Event | None = None
@@ -167,18 +167,18 @@ class InHost:
         """Set the shape of the tensor; its content is lost."""
         self.shape = shape
 
-    def _room(self, span: slice) -> GrowingRoom:
-        if span.start not in self._rooms:
-            self._rooms[span.start] = GrowingRoom(self.dtype, pinned=self._staging is not None)
-        return self._rooms[span.start]
+    def _chunk_buffer(self, span: slice) -> GrowingBuffer:
+        if span.start not in self._chunk_buffers:
+            self._chunk_buffers[span.start] = GrowingBuffer(self.dtype, pinned=self._staging is not None)
+        return self._chunk_buffers[span.start]
 
     def _chunk(self, span: slice) -> Tensor:
-        return self._room(span).of((self.shape[0], _length(span), *self.shape[2:]))
+        return self._chunk_buffer(span).of((self.shape[0], _length(span), *self.shape[2:]))
 
     def reserve(self, shape: Sequence[int], spans: Sequence[slice]) -> None:
         """Allocate the memory before a step, because pinning it blocks the issuing thread."""
         for span in spans:
-            self._room(span).reserve((shape[0], _length(span), *shape[2:]))
+            self._chunk_buffer(span).reserve((shape[0], _length(span), *shape[2:]))
 
     def read(self, spans: Sequence[slice]) -> Iterator[Tensor]:
         """Yield the tokens of every span on the device; the next chunk is copied while one is used."""
@@ -197,7 +197,7 @@ class InHost:
                     with torch.cuda.stream(stream):
                         if slot.left is not None:
                             stream.wait_event(slot.left)
-                        tokens = slot.room.of(chunk.shape).copy_(chunk, non_blocking=True)
+                        tokens = slot.buffer.of(chunk.shape).copy_(chunk, non_blocking=True)
                         coming.append((tokens, stream.record_event()))
                 if place > 0:
                     tokens, arrived = coming.popleft()
@@ -221,7 +221,7 @@ class InHost:
         if slot.left is not None:
             compute.wait_event(slot.left)
         chunk = self._chunk(span)
-        passing = slot.room.of(chunk.shape).copy_(tokens)
+        passing = slot.buffer.of(chunk.shape).copy_(tokens)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
             chunk.copy_(passing, non_blocking=True)
@@ -304,16 +304,16 @@ class InFile:
         """Yield the tokens of every span on the device; the next chunk is read from the file while one is used."""
         if not spans:
             return
-        room = [self._room(max(spans, key=_length)) for _ in range(2)]
+        chunk_buffers = [self._chunk_buffer(max(spans, key=_length)) for _ in range(2)]
         copied: list[torch.Event | None] = [None, None]
         coming: deque[Future[None]] = deque()
         for place in range(len(spans) + 1):
             if place < len(spans):
-                into = room[place % 2][:, : _length(spans[place])]
+                into = chunk_buffers[place % 2][:, : _length(spans[place])]
                 coming.append(self._folder.reader.submit(self._move, os.preadv, spans[place], into, copied[place % 2]))
             if place > 0:
                 coming.popleft().result()
-                yield room[(place - 1) % 2][:, : _length(spans[place - 1])].to(self._device, non_blocking=True)
+                yield chunk_buffers[(place - 1) % 2][:, : _length(spans[place - 1])].to(self._device, non_blocking=True)
                 if self._device.type == "cuda":
                     copied[(place - 1) % 2] = torch.cuda.current_stream(self._device).record_event()
 
@@ -325,7 +325,7 @@ class InFile:
         while len(self._writing) >= UNDER_WAY:
             self._writing.popleft().result()
         if not self._leaving:
-            self._leaving = [self._room(span) for _ in range(UNDER_WAY)]  # the first chunk is the longest
+            self._leaving = [self._chunk_buffer(span) for _ in range(UNDER_WAY)]  # the first chunk is the longest
         out_of = self._leaving[self._written % UNDER_WAY][:, : _length(span)]
         self._written += 1
         out_of.copy_(tokens.detach(), non_blocking=True)
@@ -343,7 +343,7 @@ class InFile:
         """Close the file, which frees its disk space."""
         self._file.close()
 
-    def _room(self, span: slice) -> Tensor:
+    def _chunk_buffer(self, span: slice) -> Tensor:
         """Return new CPU memory for a chunk, pinned if the device is a GPU."""
         shape = (self.shape[0], _length(span), *self.shape[2:])
         return torch.empty(shape, dtype=self.dtype, device="cpu", pin_memory=self._device.type == "cuda")

@@ -71,7 +71,7 @@ def loads_of(pieces: Sequence[HomePiece]) -> tuple[Load, ...]:
     return (*loads, *([tuple(load)] if load else []))
 
 
-def room_of(load: Load) -> int:
+def elements_of(load: Load) -> int:
     """Return the number of elements that the buffer of a load needs on a device."""
     return load[-1].at + -(-load[-1].numel // ALIGNMENT) * ALIGNMENT
 
@@ -85,14 +85,14 @@ def squares_of(slices: Sequence[Tensor]) -> Tensor:
     if slices[0].device.type == "cuda":  # the kernel converts as it reads
         norms = torch._foreach_norm(list(slices), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
         return torch.stack(norms).square()
-    room = torch.empty(min(AT_ONCE, max(part.numel() for part in slices)), dtype=torch.float64, device="cpu")
-    return torch.stack([_sum_of_squares(part, room) for part in slices])
+    scratch = torch.empty(min(AT_ONCE, max(part.numel() for part in slices)), dtype=torch.float64, device="cpu")
+    return torch.stack([_sum_of_squares(part, scratch) for part in slices])
 
 
-def _sum_of_squares(values: Tensor, room: Tensor) -> Tensor:
-    """Return the sum of squares of ``values``, converting at most ``AT_ONCE`` elements at a time into ``room``."""
+def _sum_of_squares(values: Tensor, scratch: Tensor) -> Tensor:
+    """Return the sum of squares of ``values``, converting at most ``AT_ONCE`` elements at a time into ``scratch``."""
     sums = []
     for part in values.reshape(-1).split(AT_ONCE):
-        wide = room[: part.numel()].copy_(part)
+        wide = scratch[: part.numel()].copy_(part)
         sums.append(torch.dot(wide, wide))
     return torch.stack(sums).sum()

@@ -42,16 +42,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tawpipe.runtime.homes.slices import Load, Slice, loads_of, room_of, squares_of
+from tawpipe.runtime.homes.slices import Load, Slice, elements_of, loads_of, squares_of
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers, is_elementwise
-from tawpipe.schedule.landing import ROOMS
+from tawpipe.schedule.landing import LOAD_BUFFERS
 
 WEIGHT, GRADIENT, COPY = "weight", "gradient", "copy"
 """Names of the tensors in a buffer, in addition to optimizer states, which have names of their own."""
 
 
-class PassingRoom:
+class LoadBuffer:
     """Device buffer for one load after another, with one tensor for every kind of value.
 
     Args:
@@ -93,27 +93,27 @@ class _Streams:
         if self._arriving is not None:
             self._arriving.wait_stream(torch.cuda.current_stream())
 
-    def arriving(self, room: PassingRoom) -> AbstractContextManager[Any]:
-        """Return a context in which copies into ``room`` are issued on the stream for arriving data.
+    def arriving(self, buffer: LoadBuffer) -> AbstractContextManager[Any]:
+        """Return a context in which copies into ``buffer`` are issued on the stream for arriving data.
 
-        Makes that stream wait until the previous load of ``room`` has been copied back. On a CPU the context does
+        Makes that stream wait until the previous load of ``buffer`` has been copied back. On a CPU the context does
         nothing."""
         if self._arriving is None:
             return nullcontext()
-        if room.left is not None:
-            self._arriving.wait_event(room.left)
+        if buffer.left is not None:
+            self._arriving.wait_event(buffer.left)
         return torch.cuda.stream(self._arriving)
 
-    def brought(self, room: PassingRoom) -> None:
-        """Record an event in ``room``: the copies of its load to the device that were issued so far have ended."""
+    def brought(self, buffer: LoadBuffer) -> None:
+        """Record an event in ``buffer``: the copies of its load to the device that were issued so far have ended."""
         if self._arriving is not None:
-            room.arrived = self._arriving.record_event()
+            buffer.arrived = self._arriving.record_event()
 
-    def here(self, room: PassingRoom) -> None:
-        """Make the lane's stream wait until the load in ``room`` has arrived. The host does not wait."""
+    def here(self, buffer: LoadBuffer) -> None:
+        """Make the lane's stream wait until the load in ``buffer`` has arrived. The host does not wait."""
         if self._arriving is not None:
-            assert room.arrived is not None
-            torch.cuda.current_stream().wait_event(room.arrived)
+            assert buffer.arrived is not None
+            torch.cuda.current_stream().wait_event(buffer.arrived)
 
     def leaving(self) -> AbstractContextManager[Any]:
         """Return a context in which copies back to CPU memory are issued on the stream for leaving data.
@@ -124,10 +124,10 @@ class _Streams:
         self._leaving.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._leaving)
 
-    def taken(self, room: PassingRoom) -> None:
-        """Record an event in ``room``: the copies of its load back to CPU memory that were issued so far have ended."""
+    def taken(self, buffer: LoadBuffer) -> None:
+        """Record an event in ``buffer``: the copies of its load back to CPU memory that were issued so far have ended."""
         if self._leaving is not None:
-            room.left = self._leaving.record_event()
+            buffer.left = self._leaving.record_event()
 
     def end(self) -> None:
         """Make the lane's stream wait for all copies back to CPU memory. The host does not wait."""
@@ -145,8 +145,8 @@ class Streaming:
         self._storage, self._optimizers, self._device = storage, optimizers, storage.device
         self._pieces = {unit: optimizers.pieces.get(unit, ()) for unit in storage.scales}  # a shard may be only padding
         self._loads = {unit: loads_of(pieces) for unit, pieces in self._pieces.items()}
-        most = max((room_of(load) for loads in self._loads.values() for load in loads), default=0)
-        self._rooms = [PassingRoom(most, self._device) for _ in range(ROOMS)]
+        most = max((elements_of(load) for loads in self._loads.values() for load in loads), default=0)
+        self._buffers = [LoadBuffer(most, self._device) for _ in range(LOAD_BUFFERS)]
         self._streams = _Streams(self._device)
         wide = {"dtype": torch.float64, "device": self._device}
         self.squares = {unit: torch.zeros(sum(map(len, loads)), **wide) for unit, loads in self._loads.items()}
@@ -154,7 +154,7 @@ class Streaming:
     @property
     def device_bytes(self) -> int:
         """Bytes of the buffers that have been allocated so far."""
-        return sum(room.nbytes for room in self._rooms)
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def fetch(self, unit: int, target: Tensor) -> None:
         """Copy the home gradient of a unit into ``target``, a buffer of the device."""
@@ -171,24 +171,24 @@ class Streaming:
         """
         dtype = self._storage.master_dtype
 
-        def bring(load: Load, room: PassingRoom) -> None:
+        def bring(load: Load, buffer: LoadBuffer) -> None:
             """Copy the home gradient of a load to the device, unless it is replaced."""
             for part in () if replaces else load:
-                room.of(GRADIENT, part, dtype).copy_(part.of(self._gradient(unit, part.place)), non_blocking=True)
+                buffer.of(GRADIENT, part, dtype).copy_(part.of(self._gradient(unit, part.place)), non_blocking=True)
 
-        def work(load: Load, room: PassingRoom) -> None:
+        def work(load: Load, buffer: LoadBuffer) -> None:
             """Add the sources to the load's gradient on the device, and sum its squares."""
             for part in load:
-                here = room.of(GRADIENT, part, dtype)
+                here = buffer.of(GRADIENT, part, dtype)
                 for number, source in enumerate(sources):
                     addend = part.of(self._same_place(unit, part.place, source))
                     _ = here.copy_(addend) if replaces and number == 0 else here.add_(addend)
-            self._square(unit, load, room)
+            self._square(unit, load, buffer)
 
-        def take(load: Load, room: PassingRoom) -> None:
+        def take(load: Load, buffer: LoadBuffer) -> None:
             """Copy the load's gradient back to CPU memory."""
             for part in load:
-                part.of(self._gradient(unit, part.place)).copy_(room.of(GRADIENT, part, dtype), non_blocking=True)
+                part.of(self._gradient(unit, part.place)).copy_(buffer.of(GRADIENT, part, dtype), non_blocking=True)
 
         self._pass(unit, bring, work, take)
 
@@ -234,52 +234,52 @@ class Streaming:
         # is over.
         new_states: list[Any] = []
 
-        def bring(load: Load, room: PassingRoom) -> None:
+        def bring(load: Load, buffer: LoadBuffer) -> None:
             """Copy weights, gradient and states of a load to the device."""
             for part in load:
                 piece = pieces[part.place]
-                room.of(WEIGHT, part, dtype).copy_(part.of(piece.value.detach()), non_blocking=True)
+                buffer.of(WEIGHT, part, dtype).copy_(part.of(piece.value.detach()), non_blocking=True)
                 if gradient is None:
                     source = part.of(self._gradient(unit, part.place))
-                    room.of(GRADIENT, part, dtype).copy_(source, non_blocking=True)
+                    buffer.of(GRADIENT, part, dtype).copy_(source, non_blocking=True)
                 for place, value in states_of(part.place).values():
-                    room.of(place, part, value.dtype).copy_(part.of(value), non_blocking=True)
+                    buffer.of(place, part, value.dtype).copy_(part.of(value), non_blocking=True)
 
-        def work(load: Load, room: PassingRoom) -> None:
+        def work(load: Load, buffer: LoadBuffer) -> None:
             """Scale the gradient, let the optimizer step on the load, and write its part of the compute copy."""
             values = []
             for part in load:
                 piece = pieces[part.place]
                 whole = piece.value.shape if piece.value.ndim > 1 else (part.numel,)
-                value = piece.mark(room.of(WEIGHT, part, dtype).view(whole))
+                value = piece.mark(buffer.of(WEIGHT, part, dtype).view(whole))
                 if gradient is not None:
-                    room.of(GRADIENT, part, dtype).copy_(part.of(self._same_place(unit, part.place, gradient)))
-                value.grad = room.of(GRADIENT, part, dtype).mul_(factor).view(whole)
+                    buffer.of(GRADIENT, part, dtype).copy_(part.of(self._same_place(unit, part.place, gradient)))
+                value.grad = buffer.of(GRADIENT, part, dtype).mul_(factor).view(whole)
                 passing = states_of(part.place)
                 # Every portion starts from the state before the step. Otherwise a step count would count portions.
                 others = {key: value for key, value in step.before[part.place].items() if key not in passing}
                 state = {key: self._here(value) for key, value in others.items()}
                 for key, (place, kept) in passing.items():
-                    state[key] = room.of(place, part, kept.dtype).view(whole)
+                    state[key] = buffer.of(place, part, kept.dtype).view(whole)
                 values.append((part.place, value, state))
             if early:
-                self._square(unit, load, room)
+                self._square(unit, load, buffer)
             states = optimizers.step_on(step, values, updates)
             stand_ins = (value.detach() for _, value, _ in values)
             new_states[:] = [*new_states[-1:], list(zip(stand_ins, states, strict=True))]
             for part in load:
                 if goes_down:
-                    room.of(COPY, part, copies.dtype).copy_(room.of(WEIGHT, part, dtype))
+                    buffer.of(COPY, part, copies.dtype).copy_(buffer.of(WEIGHT, part, dtype))
                 elif copies is not storage.master[unit]:
-                    part.of(self._same_place(unit, part.place, copies)).copy_(room.of(WEIGHT, part, dtype))
+                    part.of(self._same_place(unit, part.place, copies)).copy_(buffer.of(WEIGHT, part, dtype))
 
-        def take(load: Load, room: PassingRoom) -> None:
+        def take(load: Load, buffer: LoadBuffer) -> None:
             """Copy weights and states of a load back to CPU memory, and the compute copy if it is there."""
             for part, (stand_in, state) in zip(load, new_states[-1], strict=True):
                 piece = pieces[part.place]
-                part.of(piece.value.detach()).copy_(room.of(WEIGHT, part, dtype), non_blocking=True)
+                part.of(piece.value.detach()).copy_(buffer.of(WEIGHT, part, dtype), non_blocking=True)
                 if goes_down:
-                    source = room.of(COPY, part, copies.dtype)
+                    source = buffer.of(COPY, part, copies.dtype)
                     part.of(self._same_place(unit, part.place, copies)).copy_(source, non_blocking=True)
                 for key, value in state.items():
                     if not isinstance(value, Tensor) or not value.ndim:
@@ -302,9 +302,9 @@ class Streaming:
             return torch.full((), value.item(), dtype=value.dtype, device=self._device)
         return value.to(self._device, copy=True, non_blocking=True) if isinstance(value, Tensor) else value
 
-    def _square(self, unit: int, load: Load, room: PassingRoom) -> None:
+    def _square(self, unit: int, load: Load, buffer: LoadBuffer) -> None:
         """Store the sums of squares of the gradient of a load."""
-        values = [room.of(GRADIENT, part, self._storage.master_dtype) for part in load]
+        values = [buffer.of(GRADIENT, part, self._storage.master_dtype) for part in load]
         self.squares[unit][load[0].number : load[-1].number + 1] = squares_of(values)
 
     def _gradient(self, unit: int, place: int) -> Tensor:
@@ -320,9 +320,9 @@ class Streaming:
     def _pass(
         self,
         unit: int,
-        bring: Callable[[Load, PassingRoom], None],
-        work: Callable[[Load, PassingRoom], None],
-        take: Callable[[Load, PassingRoom], None],
+        bring: Callable[[Load, LoadBuffer], None],
+        work: Callable[[Load, LoadBuffer], None],
+        take: Callable[[Load, LoadBuffer], None],
     ) -> None:
         """Copy every load of a unit into a buffer, work on it, and copy it back; the next load is copied meanwhile.
 
@@ -336,15 +336,15 @@ class Streaming:
         streams.begin()
         for number in range(len(loads) + 1):
             if number < len(loads):
-                room = self._rooms[number % ROOMS]
-                with streams.arriving(room):
-                    bring(loads[number], room)
-                    streams.brought(room)
+                buffer = self._buffers[number % LOAD_BUFFERS]
+                with streams.arriving(buffer):
+                    bring(loads[number], buffer)
+                    streams.brought(buffer)
             if number > 0:
-                room = self._rooms[(number - 1) % ROOMS]
-                streams.here(room)
-                work(loads[number - 1], room)
+                buffer = self._buffers[(number - 1) % LOAD_BUFFERS]
+                streams.here(buffer)
+                work(loads[number - 1], buffer)
                 with streams.leaving():
-                    take(loads[number - 1], room)
-                    streams.taken(room)
+                    take(loads[number - 1], buffer)
+                    streams.taken(buffer)
         streams.end()

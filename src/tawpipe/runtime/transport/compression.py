@@ -92,9 +92,9 @@ class Scratch:
 
         They are valid until the next call.
         """
-        return self.room([compressed_bytes(count) for count in elements])
+        return self.buffers([compressed_bytes(count) for count in elements])
 
-    def room(self, sizes: Sequence[int]) -> list[Tensor]:
+    def buffers(self, sizes: Sequence[int]) -> list[Tensor]:
         """Return a uint8 buffer for each of the given ``sizes`` in bytes, one behind the other.
 
         They are valid until the next call.
@@ -104,7 +104,7 @@ class Scratch:
         return list(self._buffer[: sum(sizes)].split(sizes))
 
 
-class Rooms(threading.local):
+class ThreadBuffers(threading.local):
     """Temporary CPU buffers of each thread, reused by name.
 
     On a CPU, newly allocated memory costs more time than the coding done in it.

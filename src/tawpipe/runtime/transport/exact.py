@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tawpipe.runtime.transport.compression import Rooms
+from tawpipe.runtime.transport.compression import ThreadBuffers
 
 NOTHING, WHOLE = 0, 16
 """Bits per element of weights that have not changed, and of weights that are sent whole."""
@@ -30,7 +30,7 @@ CPU_SLICE, GPU_SLICE = 1 << 18, 1 << 22
 Large enough that the calls cost little, small enough for a CPU core's caches and for small temporary copies on a GPU.
 """
 _HASH = (1 << 31) - 1
-_ROOMS = Rooms()
+_BUFFERS = ThreadBuffers()
 _FIRST = -0x8000
 """Smallest int16. Differences plus this offset can be compared as if they were unsigned."""
 
@@ -98,7 +98,7 @@ def changes(home: Tensor, copy: Tensor) -> Tensor:
     counts: list[Any] = [0] * (1 + len(CODED))
     for new, old in _slices(home, copy):
         moved = _moved(new, old)
-        sizes, mask = moved.numpy() if _waits_for_nobody(home) else None, _room("mask", moved, torch.bool)
+        sizes, mask = moved.numpy() if _waits_for_nobody(home) else None, _buffer("mask", moved, torch.bool)
         if sizes is not None:
             sizes = np.abs(sizes, out=sizes).view(np.uint16)
         for place, most in enumerate((0, *map(_most, CODED))):
@@ -149,7 +149,7 @@ def _write(moved: Tensor, bits: int, out: Tensor) -> Any:
     returned as indices on a CPU, as a mask on a GPU.
     """
     beyond, each, count = _FIRST + (1 << bits) - 1, out.numel(), moved.numel()
-    codes = _ROOMS.take(f"{bits} bits", 8 // bits * each, torch.int16, moved.device)
+    codes = _BUFFERS.take(f"{bits} bits", 8 // bits * each, torch.int16, moved.device)
     codes[count:] = 0
     code = torch.add(moved, _FIRST + _most(bits), out=codes[:count]).clamp_(max=beyond)
     far = _equal(code, beyond)
@@ -162,12 +162,12 @@ def _write(moved: Tensor, bits: int, out: Tensor) -> Any:
 
 def _read(packed: Tensor, bits: int, listed: _Counted | _Placed, old: Tensor) -> None:
     """Decode the codes in ``packed`` and add the differences to ``old`` (int16 [n]); long ones are in ``listed``."""
-    last, wide = (1 << bits) - 1, _room("packed", packed, torch.int16).copy_(packed)
-    code = _ROOMS.take(f"{bits} bits", 8 // bits * wide.numel(), torch.int16, old.device)
+    last, wide = (1 << bits) - 1, _buffer("packed", packed, torch.int16).copy_(packed)
+    code = _BUFFERS.take(f"{bits} bits", 8 // bits * wide.numel(), torch.int16, old.device)
     for place, part in enumerate(code.split(wide.numel())):
         _shift(wide, bits * place, part)
     code = code.bitwise_and_(last)[: old.numel()]
-    far = _equal(code, last) if listed.room else None
+    far = _equal(code, last) if listed.capacity else None
     code.sub_(_most(bits))
     old.add_(code if far is None else listed.put(far, code))
 
@@ -181,7 +181,7 @@ class _Counted:
     """
 
     def __init__(self, values: Tensor, then: _Counted | None = None) -> None:
-        self._values, self._then, self.room, self._at = values, then, values.numel(), 0
+        self._values, self._then, self.capacity, self._at = values, then, values.numel(), 0
 
     def append(self, moved: Tensor, far: Tensor) -> None:
         """Write the differences ``moved`` at the indices ``far`` into the next entries of the list.
@@ -223,15 +223,15 @@ class _Placed:
     """
 
     def __init__(self, values: Tensor, then: _Placed | None = None) -> None:
-        self._values, self._then, self.room = values, then, values.numel()
+        self._values, self._then, self.capacity = values, then, values.numel()
         self._wide: Tensor | None = None
         self._count: Any = 0
 
     def append(self, moved: Tensor, far: Tensor) -> None:
         """Collect the differences ``moved`` where the mask ``far`` is True. ``finish`` writes them into the message."""
         if self._wide is None:  # entry 0 receives the differences that are not in the list
-            self._wide = torch.zeros(1 + self.room, dtype=torch.int16, device=moved.device)
-        if self.room:
+            self._wide = torch.zeros(1 + self.capacity, dtype=torch.int16, device=moved.device)
+        if self.capacity:
             self._wide.scatter_(0, self._places(far).mul_(far).long(), moved)
 
     def finish(self) -> None:
@@ -249,9 +249,9 @@ class _Placed:
         if self._wide is None:
             self._wide = self._values
             if self._then is not None:
-                self._wide = torch.zeros(self.room, dtype=torch.int16, device=code.device)
+                self._wide = torch.zeros(self.capacity, dtype=torch.int16, device=code.device)
                 _read(self._values, 8, self._then, self._wide)
-        places = self._places(far).sub_(1).clamp_(0, self.room - 1)
+        places = self._places(far).sub_(1).clamp_(0, self.capacity - 1)
         return torch.where(far, self._wide.index_select(0, places), code)
 
     def _places(self, far: Tensor) -> Tensor:
@@ -264,18 +264,18 @@ class _Placed:
 def _equal(code: Tensor, value: int) -> Any:
     """Return which codes equal ``value``: their indices on a CPU, a mask on a GPU."""
     if _waits_for_nobody(code):
-        mask = _room("mask", code, torch.bool).numpy()
+        mask = _buffer("mask", code, torch.bool).numpy()
         return torch.from_numpy(np.flatnonzero(np.equal(code.numpy(), value, out=mask)))
     return code == value
 
 
 def _moved(new: Tensor, old: Tensor) -> Tensor:
     """Return the int16 differences ``new - old`` in a reused buffer."""
-    return torch.sub(new, old, out=_room("moved", new, torch.int16))
+    return torch.sub(new, old, out=_buffer("moved", new, torch.int16))
 
 
-def _room(name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-    return _ROOMS.take(name, like.numel(), dtype, like.device)
+def _buffer(name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return _BUFFERS.take(name, like.numel(), dtype, like.device)
 
 
 def _shift(wide: Tensor, places: int, out: Tensor) -> None:

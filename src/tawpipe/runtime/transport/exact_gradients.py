@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tawpipe.runtime.transport.compression import Rooms
+from tawpipe.runtime.transport.compression import ThreadBuffers
 from tawpipe.schedule.spec import CODED_HEADER
 
 Bytes = NDArray[np.uint8]
@@ -29,7 +29,7 @@ SLICE = 1 << 18
 """Elements coded at one time: they fit in the caches of a CPU core."""
 SAMPLE = 1 << 11
 """Elements sampled to choose the form of a message."""
-_ROOMS = Rooms()
+_BUFFERS = ThreadBuffers()
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -47,15 +47,15 @@ def encode_gradient(values: Tensor, out: Tensor) -> int:
     if begin >= CODED_HEADER + count * width:  # too few values: coding would not make them smaller
         kept = 0
     codes, planes, rest = _parts(message, count, kept)
-    room, used = rest[: rest.size // width * width].view(bits.dtype), 0
+    escaped, used = rest[: rest.size // width * width].view(bits.dtype), 0
     for at in range(0, count, SLICE) if kept else ():
         portion, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
         code, bytes_of = _codes(portion, lowest, kept)
-        far = np.flatnonzero(np.equal(code, ESCAPE, out=_room("mask", code.size, torch.bool)))
+        far = np.flatnonzero(np.equal(code, ESCAPE, out=_buffer("mask", code.size, torch.bool)))
         if begin + (used + far.size) * width >= CODED_HEADER + count * width:
             kept = 0
             break
-        np.take(portion, far, out=room[used : used + far.size])
+        np.take(portion, far, out=escaped[used : used + far.size])
         used += far.size
         packed = codes[at // 2 : at // 2 + half]
         np.copyto(packed, code[:half])
@@ -82,35 +82,35 @@ def decode_gradient(message: Tensor, out: Tensor) -> None:
     bits, whole = out.view(_BITS[width]).numpy(), message.numpy()
     kept, lowest = whole[:CODED_HEADER].view(np.int32).tolist()
     codes, planes, rest = _parts(whole, count, kept)
-    room, taken = rest[: rest.size // width * width].view(bits.dtype), 0
+    escaped, taken = rest[: rest.size // width * width].view(bits.dtype), 0
     if not kept:
-        bits[:] = room[:count]
+        bits[:] = escaped[:count]
         return
     for at in range(0, count, SLICE):
         target, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
         packed = codes[at // 2 : at // 2 + half]
-        code = _room("code", 2 * half)
+        code = _buffer("code", 2 * half)
         np.bitwise_and(packed, 15, out=code[:half])
         np.right_shift(packed, 4, out=code[half:])
         code = code[: target.size]
         first, *more = (plane[at : at + SLICE] for plane in planes)
-        exponent, mask = _room("exponent", code.size), _room("mask", code.size, torch.bool)
+        exponent, mask = _buffer("exponent", code.size), _buffer("mask", code.size, torch.bool)
         np.add(code, np.uint8(lowest - 1), out=exponent)
         exponent *= np.not_equal(code, 0, out=mask)
-        top, some = _room("top", code.size, torch.int16), _room("some", code.size, torch.int16)
-        digits = _room("digits", code.size)
+        top, some = _buffer("top", code.size, torch.int16), _buffer("some", code.size, torch.int16)
+        digits = _buffer("digits", code.size)
         np.left_shift(_into(top, exponent), 7, out=top)
         top |= np.bitwise_and(first, 0x7F, out=digits)
         np.left_shift(_into(some, np.bitwise_and(first, 0x80, out=digits)), 8, out=some)
         top |= some
         _into(target, top)
-        wide = _room("wide", code.size, _BITS[width])
+        wide = _buffer("wide", code.size, _BITS[width])
         for plane in more:
             target <<= 8
             target |= _into(wide, plane)
         target <<= 8 * (width - 1 - kept)
         far = np.flatnonzero(np.equal(code, ESCAPE, out=mask))
-        target[far] = room[taken : taken + far.size]
+        target[far] = escaped[taken : taken + far.size]
         taken += far.size
 
 
@@ -146,9 +146,9 @@ def _codes(bits: Array, lowest: int, kept: int) -> tuple[Bytes, list[Bytes]]:
         kept: Bytes kept for sign and mantissa.
     """
     width, count = bits.itemsize, bits.size
-    top = bits if width == 2 else _into(_room("top", count, torch.int16), _shifted(bits, 16))
-    high, low = _into(_room("high", count), _shifted(top, 8)), _into(_room("low", count), top)
-    exponent, code, mask = _room("exponent", count), _room("code", count), _room("mask", count, torch.bool)
+    top = bits if width == 2 else _into(_buffer("top", count, torch.int16), _shifted(bits, 16))
+    high, low = _into(_buffer("high", count), _shifted(top, 8)), _into(_buffer("low", count), top)
+    exponent, code, mask = _buffer("exponent", count), _buffer("code", count), _buffer("mask", count, torch.bool)
     np.add(high, high, out=exponent)
     exponent |= np.right_shift(low, 7, out=code)
     np.subtract(exponent, np.uint8(lowest), out=code)  # uint8 wraps: exponents below the window become large
@@ -156,19 +156,19 @@ def _codes(bits: Array, lowest: int, kept: int) -> tuple[Bytes, list[Bytes]]:
     code += np.uint8(1)
     code *= np.not_equal(exponent, 0, out=mask)
     if dropped := width - 1 - kept:
-        rest = _into(_room("rest", count, torch.int16 if dropped == 2 else torch.uint8), bits)
+        rest = _into(_buffer("rest", count, torch.int16 if dropped == 2 else torch.uint8), bits)
         np.multiply(np.not_equal(rest, 0, out=mask), np.uint8(ESCAPE), out=exponent)
         code |= exponent
     high &= 0x80
     low &= 0x7F
     low |= high
-    more = (_into(_room(f"byte {place}", count), _shifted(bits, 8 * (width - place))) for place in range(3, kept + 2))
+    more = (_into(_buffer(f"byte {place}", count), _shifted(bits, 8 * (width - place))) for place in range(3, kept + 2))
     return code, [low, *more]
 
 
 def _shifted(bits: Array, places: int) -> Array:
     """Return ``bits`` shifted right by ``places`` bits, in a buffer valid until the next call with this dtype."""
-    out = _room("shifted", bits.size, torch.int16 if bits.itemsize == 2 else torch.int32)
+    out = _buffer("shifted", bits.size, torch.int16 if bits.itemsize == 2 else torch.int32)
     return np.right_shift(bits, places, out=out)
 
 
@@ -178,9 +178,9 @@ def _into(out: Any, values: Array) -> Any:
     return out
 
 
-def _room(name: str, count: int, dtype: torch.dtype = torch.uint8) -> Any:
+def _buffer(name: str, count: int, dtype: torch.dtype = torch.uint8) -> Any:
     """Return a reused numpy array of ``count`` elements, valid until the next call with this name."""
-    return _ROOMS.take(name, count, dtype).numpy()
+    return _BUFFERS.take(name, count, dtype).numpy()
 
 
 def _parts(message: Bytes, count: int, kept: int) -> tuple[Bytes, list[Bytes], Bytes]:

@@ -40,7 +40,7 @@ from tawpipe.runtime.transport.warm_up import few_numbers, first_uses
 from tawpipe.runtime.world import set_group_timeout
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
-from tawpipe.schedule.spec import CODED_PART, coded_rooms
+from tawpipe.schedule.spec import CODED_PART, coded_part_bytes
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
@@ -399,7 +399,7 @@ class Transport:
         members = self.topology.group(action.group, self.rank)
         size, here, each = len(members), members.index(self.rank), form.message_bytes(home.numel())
         pieces = copy.view(size, -1)
-        local_message, *theirs = self._scratch[action.lane].room([each] * (1 + size))
+        local_message, *theirs = self._scratch[action.lane].buffers([each] * (1 + size))
         encode_change(home, pieces[here], form, local_message)
         self._gather_messages(local_message, size, self._groups[key])
         for at, (piece, message) in enumerate(zip(pieces, theirs, strict=True)):
@@ -455,9 +455,9 @@ class Transport:
         size, here = len(members), members.index(self.rank)
         left, right = members[here - 1], members[(here + 1) % size]
         parts, pieces = target.split(CODED_PART), [piece.split(CODED_PART) for piece in source.view(size, -1)]
-        rooms = self._scratch[action.lane].room(2 * coded_rooms(target.numel(), target.itemsize))
-        arriving, leaving = rooms[: len(parts)], rooms[len(parts) :]
-        coming = [dist.irecv(room, left, group=group) for room in arriving]
+        messages = self._scratch[action.lane].buffers(2 * coded_part_bytes(target.numel(), target.itemsize))
+        arriving, leaving = messages[: len(parts)], messages[len(parts) :]
+        coming = [dist.irecv(message, left, group=group) for message in arriving]
         going: list[dist.Work | None] = [None] * len(parts)
         for hop in range(size):
             for place, part in enumerate(parts):

@@ -183,7 +183,7 @@ def deal_to_pipelines(
 
     ways = [way for packs in deals for way in (packs, *(() if listed else _turned(packs)))]
     few = [ordered(way, FEW_LISTED) for way in ways]
-    fitting = [way for way in few if _has_room(*way, layout, costs, cap)]
+    fitting = [way for way in few if _has_memory(*way, layout, costs, cap)]
     if not fitting:
         value = f"one in {max(map(max, filter(None, deals[0].slices)))} slices, which stages of a pipeline keep"
         expected = (
@@ -193,7 +193,7 @@ def deal_to_pipelines(
         raise UserError("documents", value, expected)
     best = min(fitting, key=lambda way: (_in_their_places(*way, layout, costs, 0)[0], sum(map(sum, way[0].slices))))
     most = MOST_PLAYED // pipelines
-    if best[0].orders and _has_room(*(better := ordered(best[0], most)), layout, costs, cap):
+    if best[0].orders and _has_memory(*(better := ordered(best[0], most)), layout, costs, cap):
         best = better
     return _in_their_places(*best, layout, costs, most)[1]
 
@@ -226,7 +226,7 @@ def _turned(packs: Packs) -> Iterator[Packs]:
     yield replace(packs, single=tuple(zip(*lanes, strict=True)), slices=slices)
 
 
-def _has_room(packs: Packs, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, cap: int) -> bool:
+def _has_memory(packs: Packs, orders: Sequence[Order], layout: Layout, costs: PipelineCosts, cap: int) -> bool:
     """Return True if every position of the pipelines with slices has enough memory.
 
     Args:

@@ -98,17 +98,17 @@ def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, floa
     return replace(order, after=after)
 
 
-def _least(room: float, others: list[float], started: int) -> int:
+def _least(free_memory: float, others: list[float], started: int) -> int:
     """Return the number of items of the other lane that must end before an item may start.
 
-    The fewest are returned after which the other lane fits into ``room`` in every state up to the last started item.
+    The fewest are returned after which the other lane fits into ``free_memory`` in every state up to the last started item.
 
     Args:
-        room: memory that the other lane may hold.
+        free_memory: memory that the other lane may hold.
         others: memory of the other lane in each state.
         started: number of items that have started there.
     """
     ended = started
-    while ended and others[2 * ended - 2] <= room and others[2 * ended - 1] <= room:
+    while ended and others[2 * ended - 2] <= free_memory and others[2 * ended - 1] <= free_memory:
         ended -= 1
     return ended

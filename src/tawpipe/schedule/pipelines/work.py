@@ -221,7 +221,7 @@ class StageCosts:
         return {(kind, stage): kinds[kind][stage] if kind in kinds else 0 for kind, stage in self.seconds}
 
     @cached_property
-    def rooms(self) -> list[Any]:
+    def free_memory(self) -> list[Any]:
         """Memory limit of every position minus its resident memory; negative if resident memory alone is too much."""
         return [self.costs.memory - resident for resident in self.resident]
 

@@ -8,7 +8,7 @@ from math import ceil
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import AWAY, BACK, BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
-from tawpipe.schedule.landing import ROOMS, SLICE
+from tawpipe.schedule.landing import LOAD_BUFFERS, SLICE
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.sizes.activations import ALIKE, Shares, activations_held, peak_activations, size_in
 from tawpipe.schedule.sizes.traffic import borders_passed, link_elements, scratch_bytes
@@ -387,7 +387,7 @@ def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]
             elements = max(elements, min(home.shard_size, widths.slice))
             tensors = ceil(widths.state(number) / widths.master)
             width = max(width, tensors * widths.master + (widths.weight if copies and different else 0))
-    return ceil(on_device) + (ROOMS if several else 1) * elements * width, ceil(in_host)
+    return ceil(on_device) + (LOAD_BUFFERS if several else 1) * elements * width, ceil(in_host)
 
 
 def held_apart(schedule: Schedule, rank: int, sizes: Mapping[Kind, int], shares: Shares = ALIKE) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.link_traffic import LinkTraffic
-from tawpipe.schedule.spec import coded_rooms, compressed_bytes
+from tawpipe.schedule.spec import coded_part_bytes, compressed_bytes
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import Topology
 
@@ -83,7 +83,7 @@ def scratch_bytes(schedule: Schedule, rank: int, gradient_bytes: int = 4) -> int
         if action.op is Op.EXCHANGE:
             needed = sum(compressed_bytes(sizes[t.buffer]) for t in action.transfers)
         elif action.compression == "exact" and not action.refreshes:  # one message is sent, one is received
-            needed = 2 * sum(coded_rooms(sizes[action.writes[0]], gradient_bytes))
+            needed = 2 * sum(coded_part_bytes(sizes[action.writes[0]], gradient_bytes))
         else:
             members = len(schedule.topology.group(action.group, rank))
             gathers = action.collective == "all_gather"

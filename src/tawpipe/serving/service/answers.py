@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tawpipe.serving.passes import Drawn
-from tawpipe.serving.requests import End, Ended, NoRoom, Question, Slots
+from tawpipe.serving.requests import End, Ended, Question, QueueFull, Slots
 from tawpipe.serving.service.fields import Fields, Refusal
 from tawpipe.serving.service.text import BROKEN, AnswerText, Prompt, StopStrings, TextPieces
 
@@ -137,7 +137,7 @@ class Answering:
         """Messages from the engine about a prompt; None after the client has disconnected."""
         try:
             self._tickets = slots.ask_all([(each, partial(self._tell, at)) for at, each in enumerate(questions)])
-        except NoRoom as error:
+        except QueueFull as error:
             raise Refusal(429, "too many requests wait; ask again", code="busy", wait_s=WAIT_S) from error
         except Ended as error:
             raise Refusal(503, "the service is ending", code="ending") from error

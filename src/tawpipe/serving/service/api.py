@@ -100,9 +100,9 @@ class Service:
 
     async def metrics(self, _: Request) -> PlainTextResponse:
         """Answer ``/metrics`` with counters in the text format of Prometheus."""
-        counts, room = self.slots.counts, self.slots.room
+        counts, slot_layout = self.slots.counts, self.slots.slot_layout
         numbers = (
-            ("slots", "gauge", room.groups * room.slots),
+            ("slots", "gauge", slot_layout.groups * slot_layout.slots),
             ("slots_in_use", "gauge", self.slots.in_use),
             ("requests_waiting", "gauge", self.slots.waiting),
             ("passes_total", "counter", counts.passes),
@@ -206,12 +206,12 @@ class Service:
         Raises:
             Refusal: prompt and answer exceed the context, or the answer exceeds ``max_tokens``.
         """
-        context, most, name = self.slots.room.context, self.config.max_tokens, _name(asked, number)
-        room = context - len(prompt) + 1  # the last drawn token needs no position
+        context, most, name = self.slots.slot_layout.context, self.config.max_tokens, _name(asked, number)
+        free_tokens = context - len(prompt) + 1  # the last drawn token needs no position
         usual = USUAL_TOKENS if asked.field == "prompt" else most
-        wanted = min(room, most, usual) if asked.tokens is None else asked.tokens
-        if room < 1 or wanted > room:
-            words = f"{len(prompt)} tokens" + (f" and an answer of {wanted}" if room >= 1 else "")
+        wanted = min(free_tokens, most, usual) if asked.tokens is None else asked.tokens
+        if free_tokens < 1 or wanted > free_tokens:
+            words = f"{len(prompt)} tokens" + (f" and an answer of {wanted}" if free_tokens >= 1 else "")
             message = f"{name}: got {words}; the context of {context} tokens has no places for more"
             raise Refusal(400, message, param=name, code="context_length_exceeded")
         if wanted > most:

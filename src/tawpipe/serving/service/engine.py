@@ -103,7 +103,7 @@ def run_service(
     Raises:
         Exception: raised by ``compute``. Every open request was ended with an error before.
     """
-    most = slots.room.groups * slots.room.slots + config.max_waiting + CONNECTIONS
+    most = slots.slot_layout.groups * slots.slot_layout.slots + config.max_waiting + CONNECTIONS
     with drained_by_signals(slots, config.drain_s), answered_by_http(application, listening, most=most):
         try:
             print(ready, file=lossy(sys.stdout, name="standard output"), flush=True)

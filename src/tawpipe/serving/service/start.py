@@ -15,7 +15,7 @@ from tawpipe.model.files.carried import GENERATION, read_settings
 from tawpipe.options import Open
 from tawpipe.runtime.world import World, connect
 from tawpipe.serving.engine import Engine, StagesEngine, load_engine
-from tawpipe.serving.passes import Room
+from tawpipe.serving.passes import SlotLayout
 from tawpipe.serving.requests import Slots
 from tawpipe.serving.service.api import Service
 from tawpipe.serving.service.engine import bound_socket, ignore_signals, run_service
@@ -45,12 +45,12 @@ def serve(config: ServeConfig, folder: Path) -> None:
         ignore_signals()
         engine.run(None)
     else:
-        slots = Slots(engine.room, waiting=config.max_waiting, idle_s=config.idle_s)
+        slots = Slots(engine.slot_layout, waiting=config.max_waiting, idle_s=config.idle_s)
         service = _service(config, folder, slots, tokenizer, prompts, text_config.vocab_size)
         host, port = listening.getsockname()[:2]
         ready = (
             f"{service.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
-            f"{slots.room.groups * slots.room.slots} slots of {slots.room.context} tokens on {world.nodes}, "
+            f"{slots.slot_layout.groups * slots.slot_layout.slots} slots of {slots.slot_layout.context} tokens on {world.nodes}, "
             f"{world.device.type}{'' if prompts.template else '; no chats without --chat-template'}; ctrl-C ends"
         )
         run_service(engine.run, slots, service.application(read_key(config)), listening, config, ready)
@@ -70,7 +70,7 @@ def _engine(config: ServeConfig, folder: Path, world: World, longest: int) -> En
     groups = world.size if isinstance(config.groups, Open) else config.groups
     return load_engine(
         folder,
-        Room(groups, config.slots, context, min(config.chunk, context)),
+        SlotLayout(groups, config.slots, context, min(config.chunk, context)),
         world,
         dtype=config.dtype,
         weights=config.weights,

@@ -25,7 +25,7 @@ def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
     Raises:
         UserError: the memory cannot hold one micro-batch.
     """
-    layout, rooms = stages.layout, stages.rooms
+    layout, free_memory = stages.layout, stages.free_memory
     apart = [split and stages.seconds["W", stage] > 0 for stage in range(layout.stages)]
     needed = [resident + kept for resident, kept in zip(stages.resident, stages.micro_batch, strict=True)]
     if max(needed) > stages.costs.memory:
@@ -38,7 +38,7 @@ def whole_stages(stages: StageCosts, split: bool) -> tuple[bool, ...]:
     for place in range(layout.size):
         own_stages = layout.stages_of(place)
         for stage, below in zip(own_stages, accumulate(stages.kept[stage] for stage in own_stages), strict=True):
-            apart[stage] = apart[stage] and below + stages.kept_for_weights[stage] <= rooms[place]
+            apart[stage] = apart[stage] and below + stages.kept_for_weights[stage] <= free_memory[place]
     return tuple(apart)
 
 
@@ -71,7 +71,7 @@ class OrderMemory:
 
     def __init__(self, stages: StageCosts, micro_batches: int, split: Sequence[bool]) -> None:
         layout, self.count = stages.layout, micro_batches
-        self.rooms = stages.rooms
+        self.free_memory = stages.free_memory
         kept = stages.kept
         parts = [part if apart else 0 for part, apart in zip(stages.kept_for_weights, split, strict=True)]
         self.stages, self.kept = layout.stages, kept
@@ -116,11 +116,11 @@ class OrderMemory:
             An element of ``works``, or -1 if no work may start.
         """
         ready.sort()  # a sorted list is a heap, and sorting it again is fast
-        room, enough = self.rooms[place] - self.held[place], self.most[place][-1] - self.waiting[place]
+        available, enough = self.free_memory[place] - self.held[place], self.most[place][-1] - self.waiting[place]
         for at, index in enumerate(ready):
             work = works[index]
             step = work // self.count
-            free = room - self.takes[step]
+            free = available - self.takes[step]
             if free >= 0 and (step >= self.stages or free >= enough or self._all_end(place, work, free)):
                 del ready[at]
                 self._start(place, work)
