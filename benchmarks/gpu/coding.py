@@ -32,7 +32,7 @@ def changed(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def measure(new: Tensor, old: Tensor, power: int) -> None:
     """Code and decode in slices of ``2**power`` values, and print what each part takes."""
-    exact.GPU_SLICE = 1 << power
+    exact.GPU_SEGMENT = 1 << power
     count, device = len(new), new.device
     form = exact.best_form(exact.changes(new, old).tolist(), count)
     message, got = torch.empty(form.message_bytes(count), dtype=torch.uint8, device=device), old.clone()

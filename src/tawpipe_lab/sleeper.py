@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tawpipe.errors import UserError
 
-SLICE_S = 0.005
+TURN_S = 0.005
 """Seconds for which one lane uses a link before another lane takes its turn."""
 MOST_OVERSLEPT_S = 5e-4
 """Most seconds by which the next sleep is shortened because the last one ended late. Timers wake 0.1 to 0.2 ms late. A
@@ -143,7 +143,7 @@ class BusyTime:
 class HostLink:
     """Link that passes bytes by sleeping, between a device and homes in the memory of its host.
 
-    Lanes that use it at one time share it, in each direction, in slices of ``SLICE_S`` seconds.
+    Lanes that use it at one time share it, in each direction, in slices of ``TURN_S`` seconds.
 
     Args:
         bytes_per_s: rate in each direction.
@@ -166,10 +166,10 @@ class HostLink:
             down: bytes in the other direction.
         """
         seconds = {"up": up / self._bytes_per_s, "down": down / self._bytes_per_s}
-        slices = max(1, math.ceil(max(seconds.values()) / SLICE_S))
-        for _ in range(slices):
+        turns = max(1, math.ceil(max(seconds.values()) / TURN_S))
+        for _ in range(turns):
             with self._lock:
-                ends = {way: max(since, self._free[way]) + each / slices for way, each in seconds.items() if each}
+                ends = {way: max(since, self._free[way]) + each / turns for way, each in seconds.items() if each}
                 self._free |= ends
             since = max([since, *ends.values()])
             time.sleep(max(0.0, since - time.perf_counter()))

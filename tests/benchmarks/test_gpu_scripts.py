@@ -76,7 +76,7 @@ def test_unknown_step_setting_is_refused() -> None:
 def test_coding_benchmark_reports_equal_bits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exact, "GPU_SLICE", exact.GPU_SLICE)
+    monkeypatch.setattr(exact, "GPU_SEGMENT", exact.GPU_SEGMENT)
     coding.measure(*coding.changed(20_000, torch.device("cpu")), 14)
     assert json.loads(capsys.readouterr().out)["same_bits"]
 

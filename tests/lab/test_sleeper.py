@@ -153,7 +153,7 @@ def test_lanes_share_the_host_link_in_each_direction_by_slices(monkeypatch):
     monkeypatch.setattr(sleeper.time, "sleep", waits.append)
     link = sleeper.HostLink(1e6)
     link.carry(0.0, up=1e6, down=0.25e6)  # both ways together, at the pace of the fuller one
-    assert waits[-1] == pytest.approx(1.0) and len(waits) == round(1 / sleeper.SLICE_S)
+    assert waits[-1] == pytest.approx(1.0) and len(waits) == round(1 / sleeper.TURN_S)
     link.carry(0.0, up=0.5e6, down=0.0)
     assert waits[-1] == pytest.approx(1.5)  # behind what had the way before
     link.carry(0.0, up=0.0, down=0.1e6)

@@ -18,7 +18,7 @@ from tawpipe.model.attention import chunked
 from tawpipe.model.attention.attention import PackedMask, packed_attention
 from tawpipe.model.attention.attention_kernel import Offer
 from tawpipe.model.attention.chunked import Chunk, ChunkQueries, KeyStore, _parts, attend
-from tawpipe.model.kernels import AttentionOptions, Documents, SlicedScores
+from tawpipe.model.kernels import AttentionOptions, Documents, TiledScores
 from tawpipe.runtime.compute.recompute import keep_attention
 
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
@@ -156,5 +156,5 @@ def test_attention_without_dropout_creates_no_generator(monkeypatch):
     for softcap in (None, 30.0):
         chunk = Chunk(KeyStore(1, 4), 0, 4)
         attend(query, query, query, None, chunk, documents, AttentionOptions(None, 1.0, 0.0, softcap)).sum().backward()
-    output: Any = SlicedScores.apply(query, query, query, None, documents, AttentionOptions(None, 1.0, 0.0, 30.0))
+    output: Any = TiledScores.apply(query, query, query, None, documents, AttentionOptions(None, 1.0, 0.0, 30.0))
     output.sum().backward()

@@ -155,7 +155,7 @@ def test_prove_check_of_documents_covers_sinks_windows_and_soft_caps(name):
     errors, ran = documents.of_model(config, FEW, CPU, torch.bfloat16)
     assert max(errors.values()) < documents.LIMIT
     assert any(one.endswith("self_attn.sinks") for one in errors) == name.startswith("sinks")
-    assert "SlicedScores" in ran["whole"]
+    assert "TiledScores" in ran["whole"]
 
 
 def test_wrong_gradients_of_sinks_are_detected(monkeypatch):

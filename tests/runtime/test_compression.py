@@ -65,7 +65,7 @@ def test_compressed_messages_are_accumulated(compression):
 def test_long_messages_are_compressed_in_slices(monkeypatch):
     values = torch.randn(5 * COMPRESSION_BLOCK + 7)
     whole = there_and_back(values, "int8")
-    monkeypatch.setattr("tawpipe.runtime.transport.compression.SLICE", 2 * COMPRESSION_BLOCK)
+    monkeypatch.setattr("tawpipe.runtime.transport.compression.SEGMENT", 2 * COMPRESSION_BLOCK)
     assert torch.equal(there_and_back(values, "int8"), whole)
 
 

@@ -46,7 +46,7 @@ EXACT: dict[str, Any] = {"strategy": "tawpipe-step", "weights_compression": "exa
 def short_slices():
     """Messages of several slices do not take long here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tawpipe.runtime.transport.exact.CPU_SLICE", SLICE)
+        patch.setattr("tawpipe.runtime.transport.exact.CPU_SEGMENT", SLICE)
         yield
 
 

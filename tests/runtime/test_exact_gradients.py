@@ -31,7 +31,7 @@ BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 def short_slices():
     """Messages of several slices do not take long here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tawpipe.runtime.transport.exact_gradients.SLICE", SLICE)
+        patch.setattr("tawpipe.runtime.transport.exact_gradients.SEGMENT", SLICE)
         yield
 
 

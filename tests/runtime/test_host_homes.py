@@ -15,7 +15,7 @@ from tawpipe import adamw
 from tawpipe.checkpoint.save import Saving
 from tawpipe.errors import RunError, UserError
 from tawpipe.pipeline import sizes
-from tawpipe.runtime.homes import slices
+from tawpipe.runtime.homes import portions
 
 LEVELS = ("none", "state", "all")
 
@@ -232,8 +232,8 @@ def test_device_and_host_bytes_of_host_homes_match_the_prediction(
     if cut and optimizer == "muon":  # no slice is smaller than a matrix, and these are small
         return
     if cut:
-        for module in (slices, sizes):
-            monkeypatch.setattr(module, "SLICE", 512)
+        for module in (portions, sizes):
+            monkeypatch.setattr(module, "PORTION_SIZE", 512)
     found = {}
     for level, early in (("none", False), ("state", False), ("all", False), ("all", True)):
         knobs = {"dtype": dtype, "host_homes": level, "strategy": "tawpipe-whole", "micro_batches_per_visit": 1 + early}

@@ -11,7 +11,7 @@ import torch
 import tawpipe
 from cases import llama
 from tawpipe.runtime.homes.home_actions import HomeActions
-from tawpipe.runtime.homes.slices import squares_of
+from tawpipe.runtime.homes.portions import squares_of
 from tawpipe.runtime.world import World
 from tawpipe.topology import Topology
 

@@ -21,7 +21,7 @@ from tawpipe.checkpoint import save
 from tawpipe.checkpoint.format import StatePiece
 from tawpipe.pipeline.batch import Deal
 from tawpipe.runtime.compute import moves, rows
-from tawpipe.runtime.homes import slices, streaming
+from tawpipe.runtime.homes import portions, streaming
 from tawpipe.runtime.homes.named_optimizers import BY_NAME
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.sizes.footprint import BlockMemory, early_receive_bytes, held_apart
@@ -146,7 +146,7 @@ def in_host(**case) -> Ledger:
     ids=named,
 )
 def test_streamed_host_homes_are_used_by_no_other_stream(monkeypatch, case):
-    monkeypatch.setattr(slices, "SLICE", 256)
+    monkeypatch.setattr(portions, "PORTION_SIZE", 256)
     ledger = in_host(**case)
     assert not ledger.faults, "\n".join(dict.fromkeys(ledger.faults))
     assert not ledger.unpinned and not ledger.waits, (set(ledger.unpinned), set(ledger.waits))
@@ -170,7 +170,7 @@ FORGOTTEN = {
 
 @pytest.mark.parametrize("what", FORGOTTEN)
 def test_missing_wait_of_host_homes_is_detected(monkeypatch, what):
-    monkeypatch.setattr(slices, "SLICE", 256)
+    monkeypatch.setattr(portions, "PORTION_SIZE", 256)
     monkeypatch.setattr(*FORGOTTEN[what]())
     assert any("does not wait for" in one for one in in_host(**IN_HOST[1]).faults)
 

@@ -21,7 +21,7 @@ from pipelines import make_pipeline
 from schedules import EVERY
 from states import momentum, plain
 from tawpipe import Pipeline
-from tawpipe.runtime.homes import slices
+from tawpipe.runtime.homes import portions
 from tawpipe.runtime.homes.optimizer import OptimizerFactory, adamw
 from tawpipe.runtime.world import World
 from tawpipe.schedule.strategies.table import strategies
@@ -193,7 +193,7 @@ def state_of_rank(pipeline: Pipeline) -> Iterator[tuple[str, Tensor]]:
 
 def after(world: World, **knobs: Any) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
     """Losses and norms, and the state of this rank."""
-    with patch.object(slices, "SLICE", SMALL):
+    with patch.object(portions, "PORTION_SIZE", SMALL):
         pipeline = training(world, **knobs)
         state = dict(state_of_rank(pipeline))
         pipeline.close()
@@ -229,7 +229,7 @@ def delayed(world: World, *, seeds: int, **knobs: Any) -> list[list[str]]:
 
 def saved(world: World, *, folder: str, steps: int, load: str = "", save: str = "", **knobs: Any) -> list[float]:
     """Losses of steps after a load, or from the beginning, and a save after them."""
-    with patch.object(slices, "SLICE", SMALL):
+    with patch.object(portions, "PORTION_SIZE", SMALL):
         pipeline = training(world, rows=6, steps=0, **knobs)
         if load:
             pipeline.load(f"{folder}/{load}")

@@ -218,7 +218,7 @@ def sample_texts(files: Sequence[SourceFile], reader: RowReader, limit: int = TR
         if not file.seekable and here:
             yield from _texts(file, reader, 0.0, CHUNK_BYTES * len(here))
         elif file.format == "text":
-            yield from _slices(file, here)
+            yield from _chunks(file, here)
         else:
             for share in here:
                 yield from _texts(file, reader, share, CHUNK_BYTES)
@@ -236,7 +236,7 @@ def _texts(file: SourceFile, reader: RowReader, start: float, limit: int) -> Ite
             return
 
 
-def _slices(file: SourceFile, shares: Iterable[float]) -> Iterator[str]:
+def _chunks(file: SourceFile, shares: Iterable[float]) -> Iterator[str]:
     """Yield a chunk of a text file at each of ``shares``, which are fractions of its size.
 
     Stops if the file cannot be read.

@@ -225,17 +225,19 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     tokens = [(max(0, first - window + 1), first, min(first + size, length)) for first in starts]
     queries = parts(query, [(every, every, slice(first, last)) for _, first, last in tokens])
     seen = [(every, every, slice(oldest, last)) for oldest, _, last in tokens]
-    slices = []
-    for (oldest, first, last), sliced, keys, values in zip(
+    tiles = []
+    for (oldest, first, last), query_tile, keys, values in zip(
         tokens, queries, parts(key, seen), parts(value, seen), strict=True
     ):
         skipped = window - 1 - (first - oldest)
         hidden = mask[: last - first, skipped : skipped + last - oldest]
         with _kernels_with(dropout, query.shape[-1]):
-            slices.append(
-                F.scaled_dot_product_attention(sliced, keys, values, attn_mask=hidden, dropout_p=dropout, scale=scale)
+            tiles.append(
+                F.scaled_dot_product_attention(
+                    query_tile, keys, values, attn_mask=hidden, dropout_p=dropout, scale=scale
+                )
             )
-    return torch.cat(slices, dim=2)
+    return torch.cat(tiles, dim=2)
 
 
 class Parts(torch.autograd.Function):
@@ -289,7 +291,7 @@ class AttentionOptions:
         return wide and self.dropout == 0 and self.softcap is None and flash.takes(query, value)
 
 
-class SlicedScores(torch.autograd.Function):
+class TiledScores(torch.autograd.Function):
     """Attention with explicit scores, one slice of queries at a time.
 
     The backward pass computes the scores again. Tensors are [b, heads, S, d], input and output. One autograd function
@@ -311,7 +313,7 @@ class SlicedScores(torch.autograd.Function):
         ctx.seed = int(torch.randint(2**62, ())) if options.dropout > 0 else 0
         generator = generator_for(query, ctx.seed, options.dropout)
         output = query.new_empty(*query.shape[:3], value.shape[-1])
-        for queries, keys, offset in _slices(query, documents, options.window):
+        for queries, keys, offset in _tiles(query, documents, options.window):
             score_kwargs = {"offset": offset, "generator": generator}
             output[queries] = explicit_scores(query[queries], key[keys], value[keys], sinks, options, **score_kwargs)
         return output
@@ -324,30 +326,30 @@ class SlicedScores(torch.autograd.Function):
         sums = [torch.zeros_like(tensor, dtype=wide) for tensor in (key, value)]
         sink_sum = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
         generator = generator_for(query, ctx.seed, ctx.options.dropout)
-        for queries, keys, offset in _slices(query, ctx.documents, ctx.options.window):
+        for queries, keys, offset in _tiles(query, ctx.documents, ctx.options.window):
             inputs, score_kwargs = (query[queries], key[keys], value[keys]), {"offset": offset, "generator": generator}
-            of_slice = explicit_gradients(gradients[0][queries], *inputs, sinks, ctx.options, **score_kwargs)
-            query_gradient[queries] = of_slice[0]
-            for total, part in zip(sums, of_slice[1:3], strict=True):
+            tile_gradients = explicit_gradients(gradients[0][queries], *inputs, sinks, ctx.options, **score_kwargs)
+            query_gradient[queries] = tile_gradients[0]
+            for total, part in zip(sums, tile_gradients[1:3], strict=True):
                 total[keys] += part
-            if sink_sum is not None and of_slice[3] is not None:
-                sink_sum += of_slice[3]
+            if sink_sum is not None and tile_gradients[3] is not None:
+                sink_sum += tile_gradients[3]
         key_gradient, value_gradient = (total.to(query.dtype) for total in sums)
         sink_gradient = None if sinks is None or sink_sum is None else sink_sum.to(sinks.dtype)
         return query_gradient, key_gradient, value_gradient, sink_gradient, None, None
 
 
-def _slices(query: Tensor, documents: Documents, window: int | None) -> Iterator[tuple[Place, Place, int]]:
+def _tiles(query: Tensor, documents: Documents, window: int | None) -> Iterator[tuple[Place, Place, int]]:
     """Yield slices of queries whose scores fit a memory budget, for all documents.
 
     Each item is (queries, keys that they see, index of the first query among these keys)."""
     every = slice(None)
     for rows, tokens in documents.regions():
-        for first, last, oldest in slices_of(query, rows, range(tokens.start, tokens.stop), tokens.start, window):
+        for first, last, oldest in tiles_of(query, rows, range(tokens.start, tokens.stop), tokens.start, window):
             yield (rows, every, slice(first, last)), (rows, every, slice(oldest, last)), first - oldest
 
 
-def slices_of(
+def tiles_of(
     query: Tensor, rows: slice, tokens: range, begin: int, window: int | None
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (first query, end of the queries, oldest key) of slices whose scores fit a memory budget.

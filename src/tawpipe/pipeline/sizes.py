@@ -12,7 +12,7 @@ from tawpipe.model.flops import key_bytes
 from tawpipe.model.units import Unit
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.homes.storage import matrices_in
-from tawpipe.schedule.landing import SLICE
+from tawpipe.schedule.landing import PORTION_SIZE
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.schedule.sizes.footprint import BlockMemory, Costs, Widths, costs
 from tawpipe.schedule.spec import EXACT_WIDTH
@@ -54,7 +54,7 @@ def widths_of(
         states,
         exact=exact,
         unpacked=chain.unpacked_elements,
-        slice=max([SLICE, *(largest_matrix(unit) for unit in chain.units if whole and unit.trainable)]),
+        slice=max([PORTION_SIZE, *(largest_matrix(unit) for unit in chain.units if whole and unit.trainable)]),
         change=change,
     )
 

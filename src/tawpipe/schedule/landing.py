@@ -26,7 +26,7 @@ from tawpipe.schedule.actions import Action, Lane, Op, exchange
 from tawpipe.schedule.buffers import COUNT, Buffer, Kind, Pool, home_gradient, home_weight, pooled
 from tawpipe.schedule.step import StepSpec
 
-SLICE = 1 << 22
+PORTION_SIZE = 1 << 22
 """Elements of the largest portion of a home's vector that passes through a device; a multiple of 64. One portion is 64
 MiB with its state and takes a few milliseconds to copy."""
 LOAD_BUFFERS = 2

@@ -276,7 +276,7 @@ def packed_attention(
 
     # The CPU's fused kernel has no dropout, and no fused kernel has caps or sinks. These compute scores in slices.
     if softcap is not None or s_aux is not None or (dropout > 0 and offer.capability is None):
-        output: Tensor = kernels.SlicedScores.apply(  # type: ignore[assignment]
+        output: Tensor = kernels.TiledScores.apply(  # type: ignore[assignment]
             query, key, value, s_aux, documents, options
         )
         return output.transpose(1, 2).contiguous(), None

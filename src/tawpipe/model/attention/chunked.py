@@ -32,7 +32,7 @@ from tawpipe.model.kernels import (
     explicit_gradients,
     explicit_scores,
     generator_for,
-    slices_of,
+    tiles_of,
 )
 
 PAST_KEYS = 4096
@@ -220,7 +220,7 @@ class ChunkAttention(torch.autograd.Function):
                 parts = _parts(piece, options.window, past, flash.on_cuda(query))
                 output[at], sums[at] = flash.attention(query[at], *seen, parts, options.scale, sinks)
                 continue
-            for queries, _, seen, offset in _slices(query, chunk, piece, options.window):
+            for queries, _, seen, offset in _tiles(query, chunk, piece, options.window):
                 score_kwargs = {"offset": offset, "generator": generator}
                 output[queries] = explicit_scores(query[queries], *seen, sinks, options, **score_kwargs)
         if chunk.keep is not None:
@@ -249,7 +249,7 @@ class ChunkAttention(torch.autograd.Function):
                     gradient[at], query[at], output[at], sums[at], seen, targets, parts, options.scale
                 )
                 continue
-            for queries, keys, seen, offset in _slices(query, chunk, piece, options.window):
+            for queries, keys, seen, offset in _tiles(query, chunk, piece, options.window):
                 score_kwargs = {"offset": offset, "generator": generator}
                 of_query, of_key, of_value, of_sinks = explicit_gradients(
                     gradient[queries], query[queries], *seen, sinks, options, **score_kwargs
@@ -354,7 +354,7 @@ def _past(queries: slice, oldest: int, first: int, most: int) -> list[Part]:
     return [Part(queries, slice(begin, min(begin + most, first))) for begin in range(oldest, first, most)]
 
 
-def _slices(
+def _tiles(
     query: Tensor, chunk: Chunk, piece: ChunkQueries, window: int | None
 ) -> Iterator[tuple[Place, Place, tuple[Tensor, Tensor], int]]:
     """Yield slices of queries whose scores fit a memory budget.
@@ -363,7 +363,7 @@ def _slices(
     first query among these keys)."""
     every, store = slice(None), chunk.store
     assert store.keys is not None and store.values is not None
-    for first, last, oldest in slices_of(query, piece.rows, range(piece.first, piece.last), piece.oldest, window):
+    for first, last, oldest in tiles_of(query, piece.rows, range(piece.first, piece.last), piece.oldest, window):
         offset = piece.queries.start - piece.first
         queries = piece.rows, every, slice(first + offset, last + offset)
         keys = piece.rows, every, slice(oldest, last)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tawpipe.runtime.frame import Frame
-from tawpipe.runtime.homes.slices import loads_of, squares_of
+from tawpipe.runtime.homes.portions import loads_of, squares_of
 from tawpipe.runtime.homes.step_result import VALUES
 from tawpipe.runtime.homes.storage import HomePiece, Storage
 from tawpipe.runtime.homes.streaming import Streaming

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tawpipe.runtime.homes.slices import Load, Slice, elements_of, loads_of, squares_of
+from tawpipe.runtime.homes.portions import Load, Portion, elements_of, loads_of, squares_of
 from tawpipe.runtime.homes.storage import Storage
 from tawpipe.runtime.homes.unit_optimizers import UnitOptimizers, is_elementwise
 from tawpipe.schedule.landing import LOAD_BUFFERS
@@ -70,7 +70,7 @@ class LoadBuffer:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def of(self, name: str, part: Slice, dtype: torch.dtype) -> Tensor:
+    def of(self, name: str, part: Portion, dtype: torch.dtype) -> Tensor:
         """Return the part of the buffer's tensor ``name`` that holds the portion ``part``.
 
         The tensor is allocated at its first use.

@@ -111,7 +111,7 @@ def _counts(value: Any) -> bool:
     return isinstance(value, (int, float, Tensor))
 
 
-class SlicedStep:
+class PortionStep:
     """One step of a unit's optimizers, made portion by portion.
 
     ``before`` holds the states of the unit's pieces that every portion starts from; ``after`` those that are valid
@@ -283,23 +283,23 @@ class UnitOptimizers:
         self._choose(unit, rate, chosen)
         self._step(self.optimizers.get(unit, ()), updates)
 
-    def begin(self, unit: int, rate: float, chosen: Sequence[Mapping[str, Any]] | None = None) -> SlicedStep:
+    def begin(self, unit: int, rate: float, chosen: Sequence[Mapping[str, Any]] | None = None) -> PortionStep:
         """Start a step of a unit that ``step_on`` makes portion by portion, with the options of ``step``."""
         self._choose(unit, rate, chosen)
-        return SlicedStep(self, unit)
+        return PortionStep(self, unit)
 
     def step_on(
-        self, step: SlicedStep, slices: Sequence[tuple[int, nn.Parameter, Mapping[str, Any]]], updates: Tensor | None
+        self, step: PortionStep, portions: Sequence[tuple[int, nn.Parameter, Mapping[str, Any]]], updates: Tensor | None
     ) -> list[Mapping[str, Any]]:
         """Update some portions of a unit, unless ``updates`` is zero; return the new state of each.
 
         Args:
             step: The step that ``begin`` started.
-            slices: For every portion the index of its piece, a parameter that stands for it, and its state so far.
+            portions: For every portion the index of its piece, a parameter that stands for it, and its state so far.
             updates: As for ``step``.
         """
         pieces, after = self.pieces[step.unit], dict[int, Mapping[str, Any]]()
-        stands = [(pieces[place].value, value, state) for place, value, state in slices]
+        stands = [(pieces[place].value, value, state) for place, value, state in portions]
         for optimizer in self.optimizers[step.unit]:
             groups, used = optimizer.param_groups, list[dict[str, Any]]()
             for group in groups:
@@ -318,7 +318,7 @@ class UnitOptimizers:
                 optimizer.param_groups = groups
                 for value in [value for group in used for value in group.pop("params")]:
                     after[id(value)] = optimizer.state.pop(value, {})
-        return [after[id(value)] for _, value, _ in slices]
+        return [after[id(value)] for _, value, _ in portions]
 
     def _choose(self, unit: int, rate: float, chosen: Sequence[Mapping[str, Any]] | None) -> None:
         """Set the options of this step in the groups of a unit's optimizers, and multiply learning rates by ``rate``.

@@ -18,7 +18,7 @@ from tawpipe.schedule.spec import COMPRESSION_BLOCK, compressed_bytes
 
 CPU = torch.device("cpu")
 _LARGEST = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
-SLICE = 1 << 20
+SEGMENT = 1 << 20
 """Elements coded at one time. It limits the size of temporary copies."""
 
 
@@ -31,7 +31,7 @@ def encode(values: Tensor, compression: str, out: Tensor) -> None:
         out: uint8 [compressed_bytes(n)].
     """
     count, largest = values.numel(), _LARGEST[compression]
-    for begin, end in _slices(count):
+    for begin, end in _segments(count):
         blocks = F.pad(values[begin:end].float(), (0, -(end - begin) % COMPRESSION_BLOCK)).view(-1, COMPRESSION_BLOCK)
         scales = blocks.abs().amax(dim=1) / largest  # nan and inf stay unchanged
         scaled = blocks / torch.where(scales == 0, 1.0, scales).unsqueeze(1)
@@ -52,7 +52,7 @@ def decode(message: Tensor, compression: str, out: Tensor, *, add: bool = False)
     """
     count = out.numel()
     kind = torch.int8 if compression == "int8" else torch.float8_e4m3fn
-    for begin, end in _slices(count):
+    for begin, end in _segments(count):
         # cloned, as the scales may start at an unaligned byte
         scales = message[_scales(count, begin, end)].clone().view(torch.float32)
         values = message[begin:end].view(kind).float()
@@ -63,10 +63,10 @@ def decode(message: Tensor, compression: str, out: Tensor, *, add: bool = False)
             out[begin:end].copy_(values)
 
 
-def _slices(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each slice of at most ``SLICE`` elements."""
-    for begin in range(0, count, SLICE):
-        yield begin, min(begin + SLICE, count)
+def _segments(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the begin and end of each slice of at most ``SEGMENT`` elements."""
+    for begin in range(0, count, SEGMENT):
+        yield begin, min(begin + SEGMENT, count)
 
 
 def _scales(count: int, begin: int, end: int) -> slice:

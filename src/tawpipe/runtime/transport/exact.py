@@ -24,7 +24,7 @@ NOTHING, WHOLE = 0, 16
 CODED = (2, 4, 8)
 ABSENT = 1 << 40
 """Count in ``changes`` of weights whose copy does not exist yet: more than any real count."""
-CPU_SLICE, GPU_SLICE = 1 << 18, 1 << 22
+CPU_SEGMENT, GPU_SEGMENT = 1 << 18, 1 << 22
 """Elements coded at one time.
 
 Large enough that the calls cost little, small enough for a CPU core's caches and for small temporary copies on a GPU.
@@ -96,7 +96,7 @@ def changes(home: Tensor, copy: Tensor) -> Tensor:
         int64 [4]: differing elements, then the differences that do not fit in 2, 4 and 8 bits.
     """
     counts: list[Any] = [0] * (1 + len(CODED))
-    for new, old in _slices(home, copy):
+    for new, old in _segments(home, copy):
         moved = _moved(new, old)
         sizes, mask = moved.numpy() if _waits_for_nobody(home) else None, _buffer("mask", moved, torch.bool)
         if sizes is not None:
@@ -118,7 +118,7 @@ def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> 
         out: uint8 [form.message_bytes(n)].
     """
     listed, begin = _lists(form, out, home.numel()), 0
-    for new, old in _slices(home, copy):
+    for new, old in _segments(home, copy):
         moved, end = _moved(new, old), begin + -(-new.numel() * form.bits // 8)
         listed.append(moved, _write(moved, form.bits, out[begin:end]))
         begin = end
@@ -128,7 +128,7 @@ def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> 
 def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
     """Apply a message of ``encode_change`` to ``copy`` (bf16 [n]), in place: it becomes the sender's weights."""
     listed, begin = _lists(form, message, copy.numel()), 0
-    for (old,) in _slices(copy):
+    for (old,) in _segments(copy):
         end = begin + -(-old.numel() * form.bits // 8)
         _read(message[begin:end], form.bits, listed, old)
         begin = end
@@ -300,8 +300,10 @@ def checksum(copy: Tensor) -> Tensor:
     It changes if any single element changes.
     """
     total = torch.zeros((), dtype=torch.int64, device=copy.device)
-    odd = torch.arange(_slice(copy), device=copy.device).mul_(2 * 0x9E3779B1).add_(0x85EBCA6B).bitwise_and_(_HASH)
-    for (bits,) in _slices(copy):
+    odd = (
+        torch.arange(_segment_size(copy), device=copy.device).mul_(2 * 0x9E3779B1).add_(0x85EBCA6B).bitwise_and_(_HASH)
+    )
+    for (bits,) in _segments(copy):
         total = (total * 31 + (bits.long() * odd[: bits.numel()]).sum()).bitwise_and_(_HASH)
     return total
 
@@ -311,11 +313,11 @@ def _most(bits: int) -> int:
     return (1 << bits - 1) - 1
 
 
-def _slice(values: Tensor) -> int:
-    return CPU_SLICE if values.device.type == "cpu" else GPU_SLICE
+def _segment_size(values: Tensor) -> int:
+    return CPU_SEGMENT if values.device.type == "cpu" else GPU_SEGMENT
 
 
-def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _segments(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Return slices of the int16 bits of tensors of equal length: one tuple of views per slice."""
-    size = _slice(tensors[0])
+    size = _segment_size(tensors[0])
     return zip(*(tensor.view(torch.int16).split(size) for tensor in tensors), strict=True)

@@ -25,7 +25,7 @@ Array = NDArray[np.integer[Any]]
 ESCAPE = 15
 """Exponent code of an element that is in the list."""
 WINDOW = 14
-SLICE = 1 << 18
+SEGMENT = 1 << 18
 """Elements coded at one time: they fit in the caches of a CPU core."""
 SAMPLE = 1 << 11
 """Elements sampled to choose the form of a message."""
@@ -48,8 +48,8 @@ def encode_gradient(values: Tensor, out: Tensor) -> int:
         kept = 0
     codes, planes, rest = _parts(message, count, kept)
     escaped, used = rest[: rest.size // width * width].view(bits.dtype), 0
-    for at in range(0, count, SLICE) if kept else ():
-        portion, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
+    for at in range(0, count, SEGMENT) if kept else ():
+        portion, half = bits[at : at + SEGMENT], (min(SEGMENT, count - at) + 1) // 2
         code, bytes_of = _codes(portion, lowest, kept)
         far = np.flatnonzero(np.equal(code, ESCAPE, out=_buffer("mask", code.size, torch.bool)))
         if begin + (used + far.size) * width >= CODED_HEADER + count * width:
@@ -63,7 +63,7 @@ def encode_gradient(values: Tensor, out: Tensor) -> int:
         last *= np.uint8(16)
         packed[: last.size] |= last
         for plane, some in zip(planes, bytes_of, strict=True):
-            plane[at : at + SLICE] = some
+            plane[at : at + SEGMENT] = some
     message[:CODED_HEADER].view(np.int32)[:] = kept, lowest
     if kept:
         return begin + used * width
@@ -86,14 +86,14 @@ def decode_gradient(message: Tensor, out: Tensor) -> None:
     if not kept:
         bits[:] = escaped[:count]
         return
-    for at in range(0, count, SLICE):
-        target, half = bits[at : at + SLICE], (min(SLICE, count - at) + 1) // 2
+    for at in range(0, count, SEGMENT):
+        target, half = bits[at : at + SEGMENT], (min(SEGMENT, count - at) + 1) // 2
         packed = codes[at // 2 : at // 2 + half]
         code = _buffer("code", 2 * half)
         np.bitwise_and(packed, 15, out=code[:half])
         np.right_shift(packed, 4, out=code[half:])
         code = code[: target.size]
-        first, *more = (plane[at : at + SLICE] for plane in planes)
+        first, *more = (plane[at : at + SEGMENT] for plane in planes)
         exponent, mask = _buffer("exponent", code.size), _buffer("mask", code.size, torch.bool)
         np.add(code, np.uint8(lowest - 1), out=exponent)
         exponent *= np.not_equal(code, 0, out=mask)

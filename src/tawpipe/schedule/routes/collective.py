@@ -88,13 +88,13 @@ class CollectiveRoute(Route):
         source, elements = home_weight(unit), self.homes[unit].shard_size
         if held := self.holds(index, unit):
             source = self.resident[unit]
-        stays = not held and self.residency.holds_slice(index, unit)
+        stays = not held and self.residency.holds_shard(index, unit)
         for place, hop in enumerate(() if held else self.gather_hops):
             elements *= self._size(hop)
             if place == 0 and self.step.refreshes:
                 target = self.pools.copy(unit, elements=elements)
             elif place == self.kept:
-                target = self._slice_buffer(index, unit, elements)
+                target = self._shard_buffer(index, unit, elements)
             elif place == len(self.gather_hops) - 1:
                 target = self._full_buffer(index, unit)
             else:  # intermediate result: STREAMING buffers

@@ -81,23 +81,23 @@ class Residency:
 
     Args:
         full: for every visit: whole unit -> its stay on the device.
-        slices: for every visit: unit -> stay of the device's shard of it. None if a node does not receive units as
+        shards: for every visit: unit -> stay of the device's shard of it. None if a node does not receive units as
             shards. A visit whose whole unit is held has no entry.
     """
 
     full: tuple[dict[int, Stay], ...]
-    slices: tuple[dict[int, Stay], ...] | None
+    shards: tuple[dict[int, Stay], ...] | None
 
-    def holds_slice(self, visit: int, unit: int) -> bool:
+    def holds_shard(self, visit: int, unit: int) -> bool:
         """Return True if the device still has its shard of ``unit`` from an earlier visit."""
-        return self.slices is not None and self.slices[visit][unit].held
+        return self.shards is not None and self.shards[visit][unit].held
 
     @property
     def arriving(self) -> tuple[dict[int, Stay], ...]:
         """For every visit, the stays that begin with a transfer between nodes unless ``held`` is True.
 
-        These are ``slices`` if nodes receive units as shards, else ``full``."""
-        return self.full if self.slices is None else self.slices
+        These are ``shards`` if nodes receive units as shards, else ``full``."""
+        return self.full if self.shards is None else self.shards
 
     def arrivals(self) -> Iterator[int]:
         """Yield each unit once for every visit for which it is received, not where it is still held."""
@@ -108,7 +108,7 @@ class Residency:
 
 
 def plan_residency(
-    step: StepSpec, visits: Sequence[Visit], *, cached: int, slices_busy: int | None, in_place: bool = False
+    step: StepSpec, visits: Sequence[Visit], *, cached: int, shards_busy: int | None, in_place: bool = False
 ) -> Residency:
     """Plan which buffer each unit, and each received shard, is in during every visit of a step with weights.
 
@@ -116,27 +116,27 @@ def plan_residency(
         step: the step.
         visits: all visits of the step.
         cached: number of units whose copies are kept, beyond what prefetching needs.
-        slices_busy: number of visits for which a received shard may be in use after the visit for which it was
+        shards_busy: number of visits for which a received shard may be in use after the visit for which it was
             received. None if a node does not receive units as shards.
         in_place: True if a device computes from its shard, which is the whole unit. The shard is then used in every
             visit of the unit.
     """
     uses = [step.model.blocks[visit.block].units for visit in visits if visit.weight_index is not None]
-    prefetch, reuse, in_slices = step.settings.look_ahead, step.settings.reuse, slices_busy is not None
+    prefetch, reuse, in_shards = step.settings.look_ahead, step.settings.reuse, shards_busy is not None
     full: list[dict[int, Stay]] = [{} for _ in uses]
-    slices: list[dict[int, Stay]] = [{} for _ in uses]
+    shards: list[dict[int, Stay]] = [{} for _ in uses]
     for size in {home.padded for home in step.homes}:
         visit_units = [[unit for unit in units if step.homes[unit].padded == size] for units in uses]
         most = max(map(len, visit_units), default=0)
         if not most:
             continue
-        capacity = prefetch + 1 + (0 if in_slices else cached)
+        capacity = prefetch + 1 + (0 if in_shards else cached)
         whole = plan_stays(visit_units, capacity=capacity * most, busy=prefetch, reuse=reuse)
         missing = (
             visit_units if in_place else [[unit for unit, stay in stays.items() if not stay.held] for stays in whole]
         )
-        passing = plan_stays(missing, capacity=(prefetch + 1 + cached) * most, busy=slices_busy or 0, reuse=reuse)
+        passing = plan_stays(missing, capacity=(prefetch + 1 + cached) * most, busy=shards_busy or 0, reuse=reuse)
         for number in range(len(uses)):
             full[number].update(whole[number])
-            slices[number].update(passing[number])
-    return Residency(tuple(full), tuple(slices) if in_slices else None)
+            shards[number].update(passing[number])
+    return Residency(tuple(full), tuple(shards) if in_shards else None)

@@ -232,10 +232,10 @@ class Route(ABC):
         place = self.residency.full[index][unit].place
         return self.pools.at("W", unit, place, elements=self.homes[unit].padded)
 
-    def _slice_buffer(self, index: int, unit: int, elements: int) -> Buffer:
+    def _shard_buffer(self, index: int, unit: int, elements: int) -> Buffer:
         """Return the buffer planned for this device's shard of ``unit`` in the ``index``-th visit with weights."""
-        assert self.residency.slices is not None
-        return self.pools.at("S", unit, self.residency.slices[index][unit].place, elements=elements)
+        assert self.residency.shards is not None
+        return self.pools.at("S", unit, self.residency.shards[index][unit].place, elements=elements)
 
     def _gradient_buffer(self, purpose: str, unit: int, elements: int) -> Buffer:
         """Return the next buffer of a gradient pool, in rotation over ``settings.gradient_buffers`` visits."""

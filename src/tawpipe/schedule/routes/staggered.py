@@ -82,7 +82,7 @@ class ExchangeRoute(Route):
         for node, index in visits_of_exchange(number, self.topology.num_nodes, len(self.with_weights)):
             for unit in self.model.blocks[self.with_weights[index].block].units:
                 home = self._home_node(unit)
-                if self.holds(index, unit) or self.residency.holds_slice(index, unit):
+                if self.holds(index, unit) or self.residency.holds_shard(index, unit):
                     continue
                 if home == node or self.node not in (home, node):
                     continue
@@ -97,14 +97,14 @@ class ExchangeRoute(Route):
 
     def _arrival(self, index: int, unit: int) -> Buffer:
         """Return the buffer into which this rank receives a shard for a visit, and store it in ``_arrived``."""
-        if self.residency.slices is None:
+        if self.residency.shards is None:
             buffer = self._full_buffer(index, unit)
         else:
-            buffer = self._slice_buffer(index, unit, self.homes[unit].shard_size)
+            buffer = self._shard_buffer(index, unit, self.homes[unit].shard_size)
         self._arrived[index, unit] = buffer
         return buffer
 
-    def _slice(self, index: int, unit: int) -> Buffer | None:
+    def _shard(self, index: int, unit: int) -> Buffer | None:
         """Return the buffer that has this rank's shard of a unit for a visit; None if it has no shard.
 
         It is the home, a shard kept from an earlier visit, or the shard that was received. The last one is removed from
@@ -113,8 +113,8 @@ class ExchangeRoute(Route):
             return None
         if self._home_node(unit) == self.node:
             return home_weight(unit)
-        if self.residency.holds_slice(index, unit):
-            return self._slice_buffer(index, unit, self.homes[unit].shard_size)
+        if self.residency.holds_shard(index, unit):
+            return self._shard_buffer(index, unit, self.homes[unit].shard_size)
         return self._arrived.pop((index, unit))
 
     def _gather(self, index: int, unit: int) -> Iterator[Action]:
@@ -124,7 +124,7 @@ class ExchangeRoute(Route):
         if self.holds(index, unit):
             self.full[index, unit] = self.resident[unit]
             return
-        part = self._slice(index, unit)
+        part = self._shard(index, unit)
         if self.topology.local_size == 1:
             assert part is not None
             self.full[index, unit] = self.resident[unit] = part

@@ -8,7 +8,7 @@ from math import ceil
 
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import AWAY, BACK, BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
-from tawpipe.schedule.landing import LOAD_BUFFERS, SLICE
+from tawpipe.schedule.landing import LOAD_BUFFERS, PORTION_SIZE
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.sizes.activations import ALIKE, Shares, activations_held, peak_activations, size_in
 from tawpipe.schedule.sizes.traffic import borders_passed, link_elements, scratch_bytes
@@ -55,7 +55,7 @@ class Widths:
             weights; one number for every unit if they differ.
         exact: bytes of a frozen weight's exact value in CPU memory; 0 if the weight's own dtype holds it.
         unpacked: number of weights in the buffers into which packed (quantised) units are dequantised.
-        slice: elements of the largest portion of a home in CPU memory that passes through a device. More than ``SLICE``
+        slice: elements of the largest portion of a home in CPU memory that passes through a device. More than ``PORTION_SIZE``
             if an optimizer needs whole matrices.
         change: bytes of a weight that travels as a change.
     """
@@ -66,7 +66,7 @@ class Widths:
     optimizer_states: float | tuple[float, ...]
     exact: int = 0
     unpacked: int = 0
-    slice: int = SLICE
+    slice: int = PORTION_SIZE
     change: float = EXACT_WIDTH
 
     def state(self, unit: int) -> float:
@@ -382,7 +382,7 @@ def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]
         if unit.trainable:
             different = widths.weight != widths.master
             several |= home.shard_size > min(
-                widths.slice, SLICE
+                widths.slice, PORTION_SIZE
             )  # a unit whose matrices pass whole has several portions
             elements = max(elements, min(home.shard_size, widths.slice))
             tensors = ceil(widths.state(number) / widths.master)

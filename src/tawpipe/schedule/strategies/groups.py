@@ -162,7 +162,7 @@ class Grouped(WeightStrategy):
             return sizes.weights
         return next((cut for cut in sizes.cuts(topology) if cut > 1), 1)
 
-    def slices_busy(self, step: StepSpec) -> int | None:
+    def shards_busy(self, step: StepSpec) -> int | None:
         """Return the number of visits for which a received shard may still be in use after its own visit.
 
         None if weights are not kept as shards."""

@@ -66,7 +66,7 @@ class WeightStrategy(Strategy):
         """Return the number of units whose copies are kept for the step, beyond what prefetching needs."""
         return step.step_cache if step.topology.num_nodes > 1 else 0
 
-    def slices_busy(self, step: StepSpec) -> int | None:
+    def shards_busy(self, step: StepSpec) -> int | None:
         """Return the number of visits for which a received shard may still be in use after its own visit.
 
         None if a node does not receive units as shards.
@@ -104,7 +104,7 @@ class WeightStrategy(Strategy):
                 step,
                 visits,
                 cached=self.cached(step),
-                slices_busy=self.slices_busy(step),
+                shards_busy=self.shards_busy(step),
                 in_place=self.computes_in_place(step.topology),
             ),
         )

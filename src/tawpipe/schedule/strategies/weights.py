@@ -55,12 +55,12 @@ class Spread(WeightStrategy):
         back = [inside(Lane.REDUCE, "reduce_scatter")] * within + [between(Lane.INTER_G, "reduce_scatter")] * across
         return CollectiveRoute(rank, tour, gather_hops=gather_hops, back=back)
 
-    def slices_busy(self, step: StepSpec) -> int | None:
+    def shards_busy(self, step: StepSpec) -> int | None:
         """Return the number of visits for which a received shard may still be in use after its own visit.
 
         It is the prefetch depth, but at most ``STREAMING - 1``. None on one node, or if nodes have one device."""
-        in_slices = step.topology.num_nodes > 1 and step.topology.local_size > 1
-        return min(step.settings.look_ahead, STREAMING - 1) if in_slices else None
+        in_shards = step.topology.num_nodes > 1 and step.topology.local_size > 1
+        return min(step.settings.look_ahead, STREAMING - 1) if in_shards else None
 
     def why_not_exact(self, step: StepSpec) -> str:
         """Return the reason why weights cannot be sent as changes if not all units stay in the node.
@@ -149,7 +149,7 @@ class Whole(NodeSharded):
             return CollectiveRoute(rank, tour, gather_hops=[], back=[])
         return ExchangeRoute(rank, tour, whole=True)
 
-    def slices_busy(self, step: StepSpec) -> int | None:
+    def shards_busy(self, step: StepSpec) -> int | None:
         """Return the prefetch depth if received units are cached, else None.
 
         The device that receives a unit computes from the buffer in which it arrives. Only a cache has separate buffers.

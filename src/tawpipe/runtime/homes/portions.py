@@ -1,7 +1,7 @@
 """Portions of a unit at home: the parts that are squared, copied to a device or updated at one time.
 
 Homes in CPU memory pass through their device portion by portion. The gradient's norm is always summed portion by
-portion, wherever homes are, so that its bits are equal. A portion begins at a multiple of ``SLICE`` elements of its
+portion, wherever homes are, so that its bits are equal. A portion begins at a multiple of ``PORTION_SIZE`` elements of its
 piece. Then an optimizer's kernel treats every element as it would in the whole piece (on a CPU it would round the last
 few differently otherwise).
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tawpipe.runtime.homes.storage import HomePiece
-from tawpipe.schedule.landing import SLICE
+from tawpipe.schedule.landing import PORTION_SIZE
 
 ALIGNMENT = 64
 """Elements; portions that are on a device together begin at multiples of this number."""
@@ -24,7 +24,7 @@ AT_ONCE = 2**16
 
 
 @dataclass(frozen=True)
-class Slice:
+class Portion:
     """A portion: elements ``begin`` to ``end`` of a piece.
 
     Args:
@@ -49,24 +49,24 @@ class Slice:
         return whole.view(-1)[self.begin : self.end]
 
 
-Load = tuple[Slice, ...]
+Load = tuple[Portion, ...]
 """Portions that are on the device together."""
 
 
 def loads_of(pieces: Sequence[HomePiece]) -> tuple[Load, ...]:
-    """Return the loads of a unit, each of at most ``SLICE`` elements; a whole matrix is never split."""
+    """Return the loads of a unit, each of at most ``PORTION_SIZE`` elements; a whole matrix is never split."""
     loads: list[Load] = []
-    load: list[Slice] = []
+    load: list[Portion] = []
     number, at = 0, 0
     for place, piece in enumerate(pieces):
         size = piece.value.numel()
-        step = size if piece.value.ndim > 1 else SLICE
+        step = size if piece.value.ndim > 1 else PORTION_SIZE
         for begin in range(0, size, step):
             end = min(size, begin + step)
-            if load and at + end - begin > SLICE:
+            if load and at + end - begin > PORTION_SIZE:
                 loads.append(tuple(load))
                 load, at = [], 0
-            load.append(Slice(place, begin, end, at, number))
+            load.append(Portion(place, begin, end, at, number))
             number, at = number + 1, at + -(-(end - begin) // ALIGNMENT) * ALIGNMENT
     return (*loads, *([tuple(load)] if load else []))
 
@@ -76,17 +76,17 @@ def elements_of(load: Load) -> int:
     return load[-1].at + -(-load[-1].numel // ALIGNMENT) * ALIGNMENT
 
 
-def squares_of(slices: Sequence[Tensor]) -> Tensor:
+def squares_of(portions: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of every tensor, computed and returned in fp64, on the tensors' device.
 
     torch's own norm of an fp32 tensor adds in fp32 on a CPU. Its error is 1e-3 for 16 M elements, and depends on how
     the tensor is cut.
     """
-    if slices[0].device.type == "cuda":  # the kernel converts as it reads
-        norms = torch._foreach_norm(list(slices), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
+    if portions[0].device.type == "cuda":  # the kernel converts as it reads
+        norms = torch._foreach_norm(list(portions), 2, torch.float64)  # pyright: ignore[reportPrivateImportUsage]
         return torch.stack(norms).square()
-    scratch = torch.empty(min(AT_ONCE, max(part.numel() for part in slices)), dtype=torch.float64, device="cpu")
-    return torch.stack([_sum_of_squares(part, scratch) for part in slices])
+    scratch = torch.empty(min(AT_ONCE, max(part.numel() for part in portions)), dtype=torch.float64, device="cpu")
+    return torch.stack([_sum_of_squares(part, scratch) for part in portions])
 
 
 def _sum_of_squares(values: Tensor, scratch: Tensor) -> Tensor:
