@@ -509,4 +509,4 @@ def units_of(config: Any) -> Any:
     except UserError as error:
         return refusal(error)
     values = {unit.name: f"{unit.numel} in {unit.blocks}" for unit in chain.units}
-    return values | {"layers": chain.path, "chunks": chain.why_not_chunks, "sets": chain.why_not_sets}
+    return values | {"layers": chain.path, "chunks": chain.why_not_chunks, "sets": chain.why_not_cp_groups}

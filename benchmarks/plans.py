@@ -307,7 +307,7 @@ def _single(request: PlanRequest) -> Iterator[str]:
     layers = request.model.num_layers
     leaner: list[dict[str, Any]] = [{}, {"offloaded_layers": layers}]
     leaner += [one | request.in_chunks(request.chunks[0]) for one in leaner] if request.chunks else []
-    leaner += [one | {"sequence_ranks": ranks} for one in leaner for ranks in request.sets[-1:]]
+    leaner += [one | {"sequence_ranks": ranks} for one in leaner for ranks in request.cp_group_sizes[-1:]]
     for strategy in strategies().values():
         for way in strategy.layouts(request.topology) if strategy.candidate else ():
             for lean in leaner:

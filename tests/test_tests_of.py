@@ -28,11 +28,11 @@ def file_with(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "module"),
     [
-        ("import tawpipe.schedule.sets", "schedule/sets.py"),
-        ("import tawpipe.schedule.sets as other", "schedule/sets.py"),
-        ("from tawpipe.schedule import sets", "schedule/sets.py"),
-        ("from tawpipe.schedule.sets import in_sets", "schedule/sets.py"),
-        ("def f():\n    from tawpipe.schedule.sets import in_sets as other", "schedule/sets.py"),
+        ("import tawpipe.schedule.cp_groups", "schedule/cp_groups.py"),
+        ("import tawpipe.schedule.cp_groups as other", "schedule/cp_groups.py"),
+        ("from tawpipe.schedule import cp_groups", "schedule/cp_groups.py"),
+        ("from tawpipe.schedule.cp_groups import with_cp_groups", "schedule/cp_groups.py"),
+        ("def f():\n    from tawpipe.schedule.cp_groups import with_cp_groups as other", "schedule/cp_groups.py"),
         ("from tawpipe.simulate import LinkModel", "simulate/cost_model.py"),  # a package hands it on
         ("from tawpipe.simulate import LinkModel as Link", "simulate/cost_model.py"),
         ("from tawpipe import World", "runtime/world.py"),
@@ -50,8 +50,8 @@ def test_tests_of_finds_the_imports_of_a_test(tmp_path: Path, text: str, module:
     [
         "import torch",
         "from tawpipe.no import x",
-        "'tawpipe.schedule.sets'",
-        "'see tawpipe.schedule.sets: x'",
+        "'tawpipe.schedule.cp_groups'",
+        "'see tawpipe.schedule.cp_groups: x'",
         "'a:b:c'",
     ],
 )
@@ -61,13 +61,13 @@ def test_module_names_in_plain_strings_are_not_imports(tmp_path: Path, text: str
 
 def test_indirect_imports_of_a_module_do_not_count_for_its_tests(tmp_path: Path) -> None:
     """Or nearly every test would be one of nearly every module."""
-    found = reached(file_with(tmp_path, "from tawpipe.schedule.sets import in_sets"))
-    assert found == {PACKAGE / "schedule/sets.py"}
+    found = reached(file_with(tmp_path, "from tawpipe.schedule.cp_groups import with_cp_groups"))
+    assert found == {PACKAGE / "schedule/cp_groups.py"}
 
 
 def test_defining_finds_the_module_that_defines_a_name() -> None:
     assert defining("tawpipe.simulate", "play") == PACKAGE / "simulate/clock.py"
-    assert defining("tawpipe.schedule", "sets") == PACKAGE / "schedule/sets.py"
+    assert defining("tawpipe.schedule", "cp_groups") == PACKAGE / "schedule/cp_groups.py"
     assert defining("tawpipe.simulate", "nothing") == PACKAGE / "simulate/__init__.py"
     assert defining("torch", "Tensor") is None
     assert path_of("cases") == ROOT / "tests/support/cases.py" and path_of("tawpipe") == PACKAGE / "__init__.py"

@@ -11,13 +11,13 @@ from math import gcd
 
 from tawpipe.errors import UserError
 
-SET = "set"
+CP_GROUP = "set"
 """Prefix of the name of a context-parallel group: neighbouring ranks of a node that compute a row together."""
 
 
-def set_group(ranks: int) -> str:
+def cp_group_name(ranks: int) -> str:
     """Return the name of the context-parallel group of ``ranks`` neighbouring ranks of a node, for example ``set4``."""
-    return f"{SET}{ranks}"
+    return f"{CP_GROUP}{ranks}"
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,8 @@ class Topology:
         """
         if name == "node":
             return self.nodes[self.node_of(rank)]
-        if name.startswith(SET) and name[len(SET) :].isdecimal():
-            size, node = int(name[len(SET) :]), self.nodes[self.node_of(rank)]
+        if name.startswith(CP_GROUP) and name[len(CP_GROUP) :].isdecimal():
+            size, node = int(name[len(CP_GROUP) :]), self.nodes[self.node_of(rank)]
             assert size and len(node) % size == 0, (name, node)
             first = self.local_of(rank) // size * size
             return node[first : first + size]

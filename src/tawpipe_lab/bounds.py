@@ -180,16 +180,16 @@ def _compute_seconds(schedule: Schedule, costs: CostModel, rank: int) -> float:
     """Return the seconds for which ``rank`` computes in one step of ``schedule``."""
     total = 0.0
     for action in schedule.programs[rank]:
-        set_costs = costs.in_sets(schedule.step.ranks_of(action.micro_batch))
+        cp_costs = costs.with_cp_groups(schedule.step.ranks_of(action.micro_batch))
         if action.op is Op.FORWARD:
-            total += set_costs.forward_s(rank, action.block, action.micro_batch)
+            total += cp_costs.forward_s(rank, action.block, action.micro_batch)
         elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
             again = schedule.step.recomputes(action.block, action.micro_batch)
-            total += set_costs.backward_s(rank, action.block, action.micro_batch, again)
+            total += cp_costs.backward_s(rank, action.block, action.micro_batch, again)
             if action.op is Op.BACKWARD_INPUT:
-                total -= set_costs.backward_weight_s(rank, action.block, action.micro_batch)
+                total -= cp_costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.BACKWARD_WEIGHT:
-            total += set_costs.backward_weight_s(rank, action.block, action.micro_batch)
+            total += cp_costs.backward_weight_s(rank, action.block, action.micro_batch)
         elif action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             total += costs.update_seconds(rank, schedule.homes[action.unit].shard_size, action.unit)
     return total

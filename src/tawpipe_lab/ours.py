@@ -23,7 +23,7 @@ from tawpipe.schedule.pipelines.strategy import ActivationPipeline
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import BlockTimes, PipelineCosts, makespan, play
 from tawpipe.schedule.settings import ScheduleSettings, recompute_of_blocks
-from tawpipe.schedule.sharing import share_in_sets, speeds_of
+from tawpipe.schedule.sharing import share_in_cp_groups, speeds_of
 from tawpipe.schedule.step import Schedule, StepSpec
 from tawpipe.schedule.strategies.build import build, shares_of, step_of, step_of_packs
 from tawpipe.schedule.strategies.table import find, register, strategies
@@ -215,7 +215,7 @@ def computed(name: str, workload: Workload, topology: Topology, knobs: Mapping[s
             return _through_stages(name, work, topology, knobs)
         balanced = settings.packing == "balanced"
         ranks = knobs.get("sequence_ranks", topology.local_size if balanced else 1)
-        _ = share_in_sets(0, topology, replace(settings.schedule, sequence_ranks=ranks))
+        _ = share_in_cp_groups(0, topology, replace(settings.schedule, sequence_ranks=ranks))
         return dealt(work, settings.packing or "in turn", topology, ranks, speeds_of(settings.schedule, topology))
     if settings.packing:
         raise UserError("packing", settings.packing, "a workload of the kind lengths: others have nothing to pack")

@@ -19,7 +19,7 @@ from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.pipelines.positions import Positions
 from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.sharing import share_in_sets, speeds_of
+from tawpipe.schedule.sharing import share_in_cp_groups, speeds_of
 from tawpipe.schedule.spec import share_micro_batches
 from tawpipe.schedule.step import Schedule
 from tawpipe.schedule.strategies.build import build
@@ -110,7 +110,7 @@ def test_stages_and_pipelines_are_sized_by_device_speed() -> None:
 
 def test_context_parallel_group_is_as_fast_as_its_slowest_rank() -> None:
     given = ScheduleSettings(sequence_ranks=2, device_speeds="1,0.5,1,1")
-    shares = share_in_sets(6, Topology.grid(2, 2), given)
+    shares = share_in_cp_groups(6, Topology.grid(2, 2), given)
     assert shares == ((0, 1), (0, 1), (2, 3, 4, 5), (2, 3, 4, 5))
 
 

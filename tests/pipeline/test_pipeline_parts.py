@@ -179,9 +179,9 @@ def test_only_contradicting_settings_are_refused(settings, arguments, setting) -
 
 
 def test_rows_that_a_model_needs_whole_refuse_cutting() -> None:
-    chain: Any = SimpleNamespace(why_not_chunks="it counts", why_not_sets="it counts", mixing=(), name="Odd")
+    chain: Any = SimpleNamespace(why_not_chunks="it counts", why_not_cp_groups="it counts", mixing=(), name="Odd")
     refuse_cut_rows(chain, ScheduleSettings(sequence_ranks=1))
-    even: Any = SimpleNamespace(why_not_chunks="", why_not_sets="", mixing=(), name="Even")
+    even: Any = SimpleNamespace(why_not_chunks="", why_not_cp_groups="", mixing=(), name="Even")
     for settings in (ScheduleSettings(sequence_chunk=1), ScheduleSettings(sequence_ranks=2)):
         refuse_cut_rows(even, settings)
         with pytest.raises(UserError, match="unset: rows of Odd cannot be cut, because it counts") as refused:

@@ -414,7 +414,7 @@ def test_layouts_that_do_not_fit_are_simulated_once_per_strategy(monkeypatch):
     cut = replace(profile(8), in_chunks=profile(8).blocks, cuts=True)
     asked = replace(plan_request(global_batch=8, model=llama(8), profile=cut), memory_bytes=1)
     candidates = search(asked)
-    assert asked.sets and not any(candidate.fits for candidate in candidates)
+    assert asked.cp_group_sizes and not any(candidate.fits for candidate in candidates)
     assert len(played_steps) == len(set(played_steps)) == sum(one.prediction is not None for one in candidates)
     assert all(one.prediction.timeline is not None for one in candidates if one.prediction is not None)
 

@@ -91,7 +91,7 @@ def test_whole_rows_limit_the_search_for_more_sequence_ranks(monkeypatch):
     _best(asked, find("flat"))
     free = tried[:]
     _best(asked, find("flat"), outlook=Outlook(most_s=lambda _: 0.0))
-    assert free == [None, *asked.sets] and tried[len(free) :] == [None], "the fewest first"
+    assert free == [None, *asked.cp_group_sizes] and tried[len(free) :] == [None], "the fewest first"
 
 
 def test_impossible_lean_settings_do_not_exclude_usual_settings(monkeypatch):
@@ -195,11 +195,11 @@ def test_row_cutting_is_checked_only_if_a_plan_may_cut_rows(tmp_path, monkeypatc
         with progress_to(said.append):
             return request_for(str(tmp_path), machine, sequence_length=512, global_batch=rows, settings=made)
 
-    assert asked(8).sets == () and asked(2, sequence_ranks=1).sets == ()
-    assert asked(2).sets == (2, 4) and not said
+    assert asked(8).cp_group_sizes == () and asked(2, sequence_ranks=1).cp_group_sizes == ()
+    assert asked(2).cp_group_sizes == (2, 4) and not said
     monkeypatch.setattr(Bench, "why_whole", lambda _: "its layers look back")
-    assert asked(8).sets == () and not said
-    assert asked(2).sets == () and said == ["rows stay whole: its layers look back"]
+    assert asked(8).cp_group_sizes == () and not said
+    assert asked(2).cp_group_sizes == () and said == ["rows stay whole: its layers look back"]
     with pytest.raises(UserError, match=r"schedule.sequence_ranks: got 2; 1, for whole rows: its layers look back"):
         asked(2, sequence_ranks=2)
     with pytest.raises(UserError, match=r"schedule.sequence_ranks: got 3; 1, 2 or 4"):

@@ -14,10 +14,10 @@ from schedules import llama, make
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Lane, Op
 from tawpipe.schedule.buffers import Kind
+from tawpipe.schedule.cp_groups import with_cp_groups
 from tawpipe.schedule.proof.verify import ScheduleError, verify
-from tawpipe.schedule.sets import in_sets
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.sharing import share_in_cp_groups
 from tawpipe.schedule.sizes.activations import activations_held
 from tawpipe.schedule.sizes.footprint import BlockMemory, Widths, costs
 from tawpipe.schedule.spec import share_packs
@@ -62,8 +62,8 @@ def test_context_parallelism_changes_only_layers_and_gathers_keys_first() -> Non
     step = whole.step
     assert isinstance(step.strategy, WeightStrategy)
     before = step.strategy.build(step)
-    after = in_sets(before)
-    assert after == whole and in_sets(replace(before, step=replace(step, shared=0))).programs == before.programs
+    after = with_cp_groups(before)
+    assert after == whole and with_cp_groups(replace(before, step=replace(step, shared=0))).programs == before.programs
     for old, new in zip(before.programs, after.programs, strict=True):
         layers = [one for one in old if one.lane is Lane.COMPUTE and 0 < one.block < 4]
         assert [one for one in old if one not in layers] == [one for one in new if not 0 < one.block < 4]
@@ -123,7 +123,7 @@ def test_memory_counts_keys_of_all_tokens_and_boundaries_of_own_tokens():
 @pytest.mark.parametrize("ranks", [0, 3, 8])
 def test_impossible_context_parallel_sizes_are_refused(ranks):
     with pytest.raises(UserError, match=r"sequence_ranks.*1, 2 or 4: it must divide the 4 processes"):
-        share_in_sets(2, Topology.grid(2, 4), ScheduleSettings(sequence_ranks=ranks))
+        share_in_cp_groups(2, Topology.grid(2, 4), ScheduleSettings(sequence_ranks=ranks))
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_transfers_of_a_micro_batch_scale_with_its_pack() -> None:
     model = costs(boundary_bytes=100, key_elements=7, host=LinkModel(1000.0)).with_packs(bins)
     step = schedule_of(bins).step
     assert step.shared == 2
-    model = model.in_sets(2, step.shared)
+    model = model.with_cp_groups(2, step.shared)
     assert [model.boundary(m) for m in range(6)] == [400, 300, 500, 300, 0, 0]
     assert [model.host_s(offload(1, m, 0)) for m in (0, 2)] == [0.4, 0.5]
     assert [model.keys_bytes(m, gradients=False) for m in (0, 1)] == [8 * 7 * 4, 6 * 7 * 4]

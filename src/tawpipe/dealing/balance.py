@@ -357,8 +357,8 @@ class _Filling:
         self.world_size, self.ranks, self.speeds = world_size, ranks, speeds
         each = speeds or (1.0,) * world_size
         self.single = [1 / speed for speed in each]
-        self.sets = slowest_of(each, ranks)
-        self.factor = [(1 + SHARED_COST) / ranks / speed for speed in self.sets]
+        self.cp_group_speeds = slowest_of(each, ranks)
+        self.factor = [(1 + SHARED_COST) / ranks / speed for speed in self.cp_group_speeds]
         """Time of a document in each group, relative to one rank of speed 1."""
         self.mean = sum(times) / sum(each)
         self.shared = 0
@@ -375,29 +375,34 @@ class _Filling:
         Args:
             numbers: indices of the documents, the longest first.
         """
-        sets, capacity = self.world_size // self.ranks, self.cap * self.ranks
+        cp_groups, capacity = self.world_size // self.ranks, self.cap * self.ranks
         needed = max(
-            1, ceil(sum(self.lengths[number] for number in numbers) * CAPACITY_MARGIN / (capacity * sum(self.sets)))
+            1,
+            ceil(
+                sum(self.lengths[number] for number in numbers)
+                * CAPACITY_MARGIN
+                / (capacity * sum(self.cp_group_speeds))
+            ),
         )
         fair = sum(self.times[number] for number in numbers) / sum(1 / factor for factor in self.factor) / needed
         time: list[float] = []
         tokens: list[int] = []
         for number in numbers:
             length, costs = self.lengths[number], [self.times[number] * factor for factor in self.factor]
-            levels = [max(self.levels[at // sets], fair) for at in range(len(time))]
-            after = [before + costs[at % sets] for at, before in enumerate(time)]
+            levels = [max(self.levels[at // cp_groups], fair) for at in range(len(time))]
+            after = [before + costs[at % cp_groups] for at, before in enumerate(time)]
             fitting = [at for at, end in enumerate(after) if tokens[at] + length <= capacity and end <= levels[at]]
             if not fitting:
                 fitting = [len(time) + costs.index(min(costs))]
-                time += [0.0] * sets
-                tokens += [0] * sets
+                time += [0.0] * cp_groups
+                tokens += [0] * cp_groups
                 self.levels.append(0.0)
-                self.documents += [[] for _ in range(sets)]
-            at = min(fitting, key=lambda place: time[place] + costs[place % sets])
+                self.documents += [[] for _ in range(cp_groups)]
+            at = min(fitting, key=lambda place: time[place] + costs[place % cp_groups])
             self.documents[at].append(number)
-            time[at] += costs[at % sets]
+            time[at] += costs[at % cp_groups]
             tokens[at] += length
-            self.levels[at // sets] = max(self.levels[at // sets], time[at])
+            self.levels[at // cp_groups] = max(self.levels[at // cp_groups], time[at])
         self.shared = len(self.levels)
 
     def place(self, numbers: Sequence[int], least: int = 0) -> None:
@@ -425,14 +430,17 @@ class _Filling:
 
         Each document goes to a bin with enough free tokens and time; if there is none, the level of a round is raised.
         If they do not fit, nothing is changed and False is returned."""
-        sets, world = self.world_size // self.ranks, self.world_size
-        of_sets = self.shared * sets
+        cp_groups, world = self.world_size // self.ranks, self.world_size
+        group_packs = self.shared * cp_groups
         levels = [*self.levels, *[0.0] * rounds]
         documents = [*map(list, self.documents), *([] for _ in range(rounds * world))]
         places = range(len(documents))
-        round_of = [at // sets if at < of_sets else self.shared + (at - of_sets) // world for at in places]
-        ranks = [self.ranks if at < of_sets else 1 for at in places]
-        factor = [self.factor[at % sets] if at < of_sets else self.single[(at - of_sets) % world] for at in places]
+        round_of = [at // cp_groups if at < group_packs else self.shared + (at - group_packs) // world for at in places]
+        ranks = [self.ranks if at < group_packs else 1 for at in places]
+        factor = [
+            self.factor[at % cp_groups] if at < group_packs else self.single[(at - group_packs) % world]
+            for at in places
+        ]
         time = [sum(self.times[number] for number in documents[at]) * factor[at] for at in places]
         free_tokens = [self.cap * ranks[at] - sum(self.lengths[number] for number in documents[at]) for at in places]
         water = self._water(levels)
@@ -501,11 +509,11 @@ class _Filling:
 
     def packs(self, work: LayerTime) -> Packs:
         """Return the result as ``Packs``, without rounds that have no documents."""
-        sets = self.world_size // self.ranks
-        cut = self.shared * sets
+        cp_groups = self.world_size // self.ranks
+        cut = self.shared * cp_groups
         shared = [Pack(tuple(numbers), self.ranks) for numbers in self.documents[:cut]]
         single = [Pack(tuple(numbers)) for numbers in self.documents[cut:]]
-        rows = _rows(shared, sets), _rows(single, self.world_size)
+        rows = _rows(shared, cp_groups), _rows(single, self.world_size)
         return Packs(*rows, self.ranks, tuple(self.lengths), work, self.speeds)
 
 

@@ -250,7 +250,7 @@ class Chain(UnitBinding):
         return self.in_turn or next((mixing.why_not_chunks for mixing in self.mixing if mixing.why_not_chunks), "")
 
     @property
-    def why_not_sets(self) -> str:
+    def why_not_cp_groups(self) -> str:
         """Reason why a context-parallel group cannot compute one row together, or ``""`` if it can."""
         instead = "" if self.why_not_chunks else "; chunks instead (schedule.sequence_chunk) let long rows fit"
         return self.in_turn or (f"its layers carry a state along a row{instead}" if self.mixing else "")

@@ -66,7 +66,7 @@ from tawpipe.runtime.watch.watchdog import write_record
 from tawpipe.runtime.world import World, connect
 from tawpipe.schedule.pipelines.work import Order
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
-from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.sharing import share_in_cp_groups
 from tawpipe.schedule.sizes.footprint import Costs
 from tawpipe.schedule.step import Schedule, Strategy
 from tawpipe.schedule.strategies.table import strategy_of
@@ -140,7 +140,7 @@ class Pipeline:
             dtype=self.dtype,
             on_gpus=world.device.type == "cuda",
         )
-        _ = share_in_sets(0, world.topology, settings)
+        _ = share_in_cp_groups(0, world.topology, settings)
 
         # Turn the model into a chain of blocks with initial values.
         if not isinstance(model, Chain) and (words := frozen_words(freeze_indexers(inner_model(model)))):

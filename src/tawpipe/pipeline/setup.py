@@ -185,7 +185,7 @@ def refuse_cut_rows(chain: Chain, settings: ScheduleSettings) -> None:
     """Raise UserError if settings cut rows (``sequence_chunk``, ``sequence_ranks``) that this model needs whole."""
     for name, value, most, why in (
         ("sequence_chunk", settings.sequence_chunk or 0, 0, chain.why_not_chunks),
-        ("sequence_ranks", settings.sequence_ranks or 1, 1, chain.why_not_sets),
+        ("sequence_ranks", settings.sequence_ranks or 1, 1, chain.why_not_cp_groups),
     ):
         if why and value > most:
             expected = f"unset: rows of {chain.name} cannot be cut, because {why}"

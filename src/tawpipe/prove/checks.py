@@ -55,7 +55,12 @@ CHECKS = (
         exactness.in_host,
     ),
     Check("chunks", "rows in chunks have the numbers of whole rows", exactness.chunks),
-    Check("sets", "rows over several processes have the numbers of rows on one", exactness.sets, needs=("neighbours",)),
+    Check(
+        "sets",
+        "rows over several processes have the numbers of rows on one",
+        exactness.cp_groups,
+        needs=("neighbours",),
+    ),
     Check("order", "every message is the one that its receiver expects", exactness.order, needs=("several",)),
     Check("memory", "a step uses the predicted memory, within 5 %", memory.predicted, alone=True),
     Check("longest", "the longest row that should fit does, within 5 %", memory.longest, alone=True),

@@ -34,9 +34,9 @@ from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
 from tawpipe.prove.stand_in import read_as_a_gpu_does
 from tawpipe.runtime.compute.chunks import KeptAttention, LayerInChunks
+from tawpipe.runtime.compute.cp_groups import CpTokens, LayerInCpGroup
 from tawpipe.runtime.compute.recompute import keep_attention
 from tawpipe.runtime.compute.rows import OnDevice
-from tawpipe.runtime.compute.sets import LayerInSet, SetTokens
 from tawpipe.runtime.world import World
 
 LIMIT = 0.03
@@ -326,8 +326,8 @@ def ways(chunk: int) -> dict[str, Way]:
         "attention kept": _kept,
         "chunks": partial(_in_chunks, size=chunk, keeps=False),
         "chunks, attention kept": partial(_in_chunks, size=chunk, keeps=True),
-        "sets": partial(_in_sets, size=0),
-        "sets, chunks": partial(_in_sets, size=chunk // 2),
+        "sets": partial(_in_cp_groups, size=0),
+        "sets, chunks": partial(_in_cp_groups, size=chunk // 2),
     }
 
 
@@ -400,7 +400,7 @@ def _in_chunks(
     return output.tensor, gradient
 
 
-def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
+def _in_cp_groups(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
     """Run the layer as ``RANKS`` ranks of a context-parallel group would; return output and input gradient of the row.
 
     The ranks run one after another in this process. Gathered keys and summed gradients are passed on directly instead
@@ -414,9 +414,9 @@ def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size
         size: tokens of a chunk; 0 for no chunks.
     """
     lengths = case.batch.lengths
-    places = [SetTokens(lengths, RANKS, place) for place in range(RANKS)]
+    places = [CpTokens(lengths, RANKS, place) for place in range(RANKS)]
     layers = [
-        LayerInSet(bench.chain, LAYER, case.calls, size or dealt.most, _draw, dealt, KeyStore(1, sum(lengths)))
+        LayerInCpGroup(bench.chain, LAYER, case.calls, size or dealt.most, _draw, dealt, KeyStore(1, sum(lengths)))
         for dealt in places
     ]
     inputs = [OnDevice(tokens_of(hidden, dealt.own).contiguous()) for dealt in places]
@@ -438,7 +438,7 @@ def _in_sets(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor, *, size
     return _in_row(places, outputs, hidden), _in_row(places, gradients, hidden)
 
 
-def _in_row(places: Sequence[SetTokens], parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def _in_row(places: Sequence[CpTokens], parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Join the tokens of all ranks in the order of the row, and return the row.
 
     Args:

@@ -189,7 +189,7 @@ def chunks(world: World) -> Outcome:
     return _beside_whole_rows(world, ScheduleSettings(sequence_chunk=LENGTH // 3 - 1), CHUNK_LIMITS)
 
 
-def sets(world: World) -> Outcome:
+def cp_groups(world: World) -> Outcome:
     """Check that rows computed by all processes of a node together give the numbers of rows on one process.
 
     The number types are fp64 and the type of a training run here. In fp64 the limit is larger than for ``chunks``:

@@ -12,7 +12,7 @@ MOST_APART = 20
 """Largest ratio between the speeds of two devices. Every device has a micro-batch in each step."""
 
 
-def share_in_sets(count: int, topology: Topology, settings: ScheduleSettings) -> tuple[tuple[int, ...], ...]:
+def share_in_cp_groups(count: int, topology: Topology, settings: ScheduleSettings) -> tuple[tuple[int, ...], ...]:
     """Return for every rank its micro-batches, out of 0..count-1, in proportion to the speeds of ``settings``.
 
     All ranks of a context-parallel group have equal lists.

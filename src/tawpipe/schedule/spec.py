@@ -243,11 +243,11 @@ def share_packs(shared_rounds: int, rounds: int, world_size: int, ranks: int = 1
     >>> share_packs(1, 1, 4, 2), share_packs(0, 2, 2)
     (((0, 2), (0, 3), (1, 4), (1, 5)), ((0, 1), (2, 3)))
     """
-    of_sets = shared_rounds * (world_size // ranks)
+    group_packs = shared_rounds * (world_size // ranks)
     return tuple(
         (
             *range(rank // ranks * shared_rounds, (rank // ranks + 1) * shared_rounds),
-            *range(of_sets + rank * rounds, of_sets + (rank + 1) * rounds),
+            *range(group_packs + rank * rounds, group_packs + (rank + 1) * rounds),
         )
         for rank in range(world_size)
     )

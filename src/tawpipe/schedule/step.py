@@ -22,7 +22,7 @@ from tawpipe.schedule.buffers import Buffer, Kind, Pool, home_gradient, home_wei
 from tawpipe.schedule.link_traffic import LinkTraffic
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings, parse_homes, recompute_of_blocks
-from tawpipe.schedule.sharing import share_in_sets, speeds_of
+from tawpipe.schedule.sharing import share_in_cp_groups, speeds_of
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.topology import Topology
 
@@ -365,7 +365,7 @@ class Strategy(ABC):
         Raises:
             UserError: the settings are impossible on these nodes.
         """
-        return share_in_sets(count, topology, settings)
+        return share_in_cp_groups(count, topology, settings)
 
     def dealt_to(self, topology: Topology) -> Sequence[int]:
         """Return for every rank the number of the receiver whose packed micro-batches it computes.
@@ -499,7 +499,7 @@ class Strategy(ABC):
         """Return the values of ``micro_batches_per_visit`` that a plan tries.
 
         These are 1, 2, 4, ... below the largest number of micro-batches of a device, and that number."""
-        most = max(1, *map(len, share_in_sets(count, topology, settings)))
+        most = max(1, *map(len, share_in_cp_groups(count, topology, settings)))
         return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
 
     def changes(

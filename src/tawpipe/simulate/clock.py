@@ -135,7 +135,7 @@ class Player:
     ``log`` contains all starts, ends and transits in an order in which each follows everything that it depends on."""
 
     def __init__(self, schedule: Schedule, cost_model: CostModel, steps: int, physical: Topology | None = None) -> None:
-        cost_model = cost_model.in_sets(schedule.step.sequence_ranks, schedule.step.shared)
+        cost_model = cost_model.with_cp_groups(schedule.step.sequence_ranks, schedule.step.shared)
         self.schedule, self.cost_model, self.steps = schedule, cost_model, steps
         self.physical = physical or schedule.topology
         assert self.physical.world_size == schedule.topology.world_size

@@ -229,7 +229,7 @@ class CostModel:
         boundary_bytes: bytes of a boundary activation per token.
         kept_bytes, graph_bytes: bytes that a layer keeps per token, with selective recomputation and with none.
         key_elements: elements of a layer's keys and values per token.
-        ranks: ranks that compute a micro-batch together, see ``in_sets``.
+        ranks: ranks that compute a micro-batch together, see ``with_cp_groups``.
         shared: micro-batches below this number are computed by several ranks; None for all.
         kept: by micro-batch, the blocks that recompute nothing because they keep their activations.
         coding: seconds of lossless coding.
@@ -306,7 +306,7 @@ class CostModel:
     def node_link(self, node: int) -> LinkModel:
         return self.between_of.get(node, self.between)
 
-    def in_sets(self, ranks: int, shared: int | None = None) -> CostModel:
+    def with_cp_groups(self, ranks: int, shared: int | None = None) -> CostModel:
         """Return a copy in which ``ranks`` ranks compute a micro-batch together, an equal share each.
 
         Args:

@@ -37,7 +37,7 @@ from tawpipe.runtime.dtype import DTYPES, chosen_dtype
 from tawpipe.runtime.homes.optimizer import OptimizerFactory, rule_of, with_groups
 from tawpipe.runtime.world import World
 from tawpipe.schedule.settings import ScheduleSettings
-from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.sharing import share_in_cp_groups
 from tawpipe.schedule.sizes.footprint import Costs
 from tawpipe.serving.held import longest_context
 from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs, state_bytes
@@ -187,7 +187,7 @@ def check_settings(config: TrainConfig, world: World, console: Console) -> None:
         UserError: a setting cannot work, or ranks have different settings.
     """
     console.topology(f"{world.nodes} on {device_name(world)}")
-    _ = share_in_sets(0, world.topology, config.schedule)
+    _ = share_in_cp_groups(0, world.topology, config.schedule)
     refuse_settings(
         config.schedule,
         clip_norm=config.optimizer.clip_norm or None,

@@ -5,7 +5,7 @@ chunk writes its keys and values into the row's buffers (``KeyStore``), and read
 the backward pass chunks run in reverse order. Each adds to the gradients of the keys that it has seen, in fp32. The
 gradients of its own keys are complete, because only later chunks have seen these keys, and they have already run. In a
 context-parallel group, keys and values of the row are gathered before, and their gradients propagated afterwards
-(runtime/compute/sets.py). A chunk then neither writes its own keys nor returns their gradients.
+(runtime/compute/cp_groups.py). A chunk then neither writes its own keys nor returns their gradients.
 
 Causal attention, with or without a window or sinks, uses torch's flash kernel. CUDA's kernel runs once. The CPU's
 kernel runs for the chunk's own square and for its past, merged by log-sum-exp in fp32. The backward kernel takes the

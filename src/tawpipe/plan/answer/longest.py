@@ -257,9 +257,9 @@ def _with_homes(request: PlanRequest, strategy: Strategy, ends: str) -> LongestR
     The row is split only if that makes it longer by more than ``NEAR``. Splitting is not tried if the whole row reaches
     the limit ``ends``."""
     alone = _by_ranks(request, strategy, ends)
-    if not request.sets or "sequence_ranks" in strategy.refusals or alone.binds == ends:
+    if not request.cp_group_sizes or "sequence_ranks" in strategy.refusals or alone.binds == ends:
         return alone
-    shared = _by_ranks(request.with_ranks(request.sets[-1]), strategy, ends)
+    shared = _by_ranks(request.with_ranks(request.cp_group_sizes[-1]), strategy, ends)
     return shared if alone.tokens < shared.tokens * (1 - NEAR) else alone
 
 

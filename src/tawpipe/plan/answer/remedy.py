@@ -85,8 +85,8 @@ def _changes(request: PlanRequest, step: StepSpec) -> list[dict[str, Any]]:
     changes = list(LEANER)
     if request.chunks:
         changes.append({"recompute": "full", **request.in_chunks(request.chunks[0])})
-    if request.sets:
-        changes.append({"recompute": "full", "sequence_ranks": request.sets[-1]})
+    if request.cp_group_sizes:
+        changes.append({"recompute": "full", "sequence_ranks": request.cp_group_sizes[-1]})
     if relieved(request, step.strategy):
         changes.append({"recompute": "full", "offloaded_layers": request.model.num_layers})
     changes.extend({"host_homes": level} for level in request.levels if level != "none")

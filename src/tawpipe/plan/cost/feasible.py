@@ -101,7 +101,7 @@ def _some_strategy_fits(request: PlanRequest, over: Callable[[], bool]) -> bool:
             break
         if not strategy.candidate:
             continue
-        for ranks in (request.settings.sequence_ranks, *request.sets[-1:]):
+        for ranks in (request.settings.sequence_ranks, *request.cp_group_sizes[-1:]):
             asked = request if ranks is None or "sequence_ranks" in strategy.refusals else request.with_ranks(ranks)
             for way in strategy.layouts(request.topology):
                 with suppress(UserError):

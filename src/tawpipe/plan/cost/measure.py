@@ -33,7 +33,7 @@ from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.homes.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.runtime.memory import give_back, taken_outside_torch
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
-from tawpipe.schedule.sharing import share_in_sets
+from tawpipe.schedule.sharing import share_in_cp_groups
 from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import LinkModel, mean_size
 
@@ -189,7 +189,7 @@ def request_of(
     Raises:
         UserError: a machine or a setting cannot work for this model.
     """
-    _ = share_in_sets(0, machine.topology.evened(), asked.settings)
+    _ = share_in_cp_groups(0, machine.topology.evened(), asked.settings)
     here = here or torch.device("cpu")
     try:
         with chain.borrowed():
@@ -272,7 +272,7 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
         request = by(replace(whole, in_chunks=whole.blocks, cuts=not whole.why_not_shares))
         small = not whole_rows_fit(request)
         sizes = request.chunks if settings.sequence_chunk or small else ()
-        shared = ranks > 1 or bool(request.sets and (small or request.leaves_idle))
+        shared = ranks > 1 or bool(request.cp_group_sizes and (small or request.leaves_idle))
         return sizes if sizes or shared else None
 
     measuring = {

@@ -206,7 +206,7 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
     source = f"measured on {where}, {tokens} tokens"
     kinds = bench.kinds()
     if not timed:
-        return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source, why_not_shares=chain.why_not_sets)
+        return Profile((BlockCost(),) * len(chain.blocks), 0.0, memory, source, why_not_shares=chain.why_not_cp_groups)
     progress.info(f"measuring {len(kinds)} kinds of blocks on {where}, {tokens:,} tokens")
     half, quarter = max(1, tokens // 2), max(1, tokens // 4)
     of_layers = [(tokens,), (half,), (quarter,), _eight(max(1, tokens // 8), uneven=bool(chain.in_turn))]
@@ -235,7 +235,7 @@ def _whole(clock: Clock, memory: BlockMemory, tokens: int, optimizer: OptimizerF
         memory,
         source,
         update_of=update_of,
-        why_not_shares=chain.why_not_sets,
+        why_not_shares=chain.why_not_cp_groups,
         mixers=max(clock.mixers, default=0.0),
         coding=clock.coding(),
     )
@@ -319,7 +319,7 @@ def estimate(
         f"estimated: {EFFICIENCY:.0%} of {flops / 1e12:.3g} TFLOP/s, layers of up to {largest / 1e6:.3g} M parameters",
         tuple(in_chunks),
         update_of=update_of,
-        why_not_shares=chain.why_not_sets,
+        why_not_shares=chain.why_not_cp_groups,
         coding=coding.estimated(ESTIMATED_BYTES_PER_S),
     )
 

@@ -157,7 +157,7 @@ class PlanRequest:
         return tuple(size for size in sizes if 0 < size < self.sequence_length) if self.profile.in_chunks else ()
 
     @property
-    def sets(self) -> tuple[int, ...]:
+    def cp_group_sizes(self) -> tuple[int, ...]:
         """Context-parallel sizes above 1 that a plan may choose, ascending; empty if it may choose none.
 
         They are divisors of the number of devices of a node. Empty as well if the setting ``sequence_ranks`` is given,
@@ -333,7 +333,7 @@ class PlanRequest:
         """Return, for every block, the seconds in which a device computes its share of a mean micro-batch.
 
         They contain forward pass, backward pass, recomputation and dequantisation."""
-        costs, of_blocks = self.of(step).mean_costs.in_sets(step.sequence_ranks), list[float]()
+        costs, of_blocks = self.of(step).mean_costs.with_cp_groups(step.sequence_ranks), list[float]()
         for b, block in enumerate(self.model.blocks):
             seconds = costs.forward_s(0, b, 0) * (block.kind != "head")
             seconds += costs.backward_s(0, b, 0, step.recomputes(b)) * block.needs_backward

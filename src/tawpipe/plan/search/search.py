@@ -85,7 +85,7 @@ def search(
     outlook = Outlook(effort=MOST_EFFORT, patience_s=PATIENCE_S, most_s=most_s, vain_s=vain_s)
     # Each device draws its own dropout, so splitting rows over ranks changes the draws. Split rows are tried only if
     # nothing fits with whole ones.
-    draws = [request.with_ranks(1), request] if request.drops and request.sets else [request]
+    draws = [request.with_ranks(1), request] if request.drops and request.cp_group_sizes else [request]
     # Homes in host memory make a step slower, so the next level is tried only if nothing fits at the levels before it.
     for asked in [draw.with_homes(level) for level in request.levels for draw in draws]:
         if any(candidate.fits for candidate in candidates):
@@ -163,7 +163,7 @@ def _best(
 def _spread(
     request: PlanRequest, strategy: Strategy, like: Strategy | None, outlook: Outlook, best: Candidate
 ) -> list[Candidate]:
-    """Return the best candidate for each context-parallel size in ``request.sets``, smallest size first.
+    """Return the best candidate for each context-parallel size in ``request.cp_group_sizes``, smallest size first.
 
     If ``best`` does not fit, the largest size is tried first, because it needs the least memory per rank. If even that
     is far from fitting, it is the only candidate returned. Sizes are skipped once the time for evaluating strategies is
@@ -176,7 +176,9 @@ def _spread(
         outlook: state of the search.
         best: the candidate with one rank per row.
     """
-    best_of = [partial(_best_of, request.with_ranks(ranks), strategy, like, outlook) for ranks in request.sets]
+    best_of = [
+        partial(_best_of, request.with_ranks(ranks), strategy, like, outlook) for ranks in request.cp_group_sizes
+    ]
     outlook.best_s = min(outlook.best_s, best.seconds if best.fits else math.inf)
     widest = [] if best.fits else [find() for find in best_of[-1:]]
     if any(least.prediction and not least.fits and _far_over(request, _peak(least)) for least in widest):

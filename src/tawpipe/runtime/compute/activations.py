@@ -12,9 +12,9 @@ from torch.autograd.graph import GradientEdge
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.compute.chunks import KeptAttention
+from tawpipe.runtime.compute.cp_groups import CpTokens
 from tawpipe.runtime.compute.recompute import Saved
 from tawpipe.runtime.compute.rows import Rows
-from tawpipe.runtime.compute.sets import SetTokens
 from tawpipe.runtime.compute.split import DeferredProducts
 from tawpipe.runtime.compute.step_input import DocumentSlice, StepInput
 from tawpipe.schedule.actions import Action
@@ -88,7 +88,7 @@ class DeviceBatch:
 
     batch: MicroBatch
     local: MicroBatch
-    dealt: SetTokens | None
+    dealt: CpTokens | None
     calls: tuple[LayerCall, ...]
     runner: LayerRunner
     embedded: GradientEdge | None

@@ -12,9 +12,9 @@ from torch import Tensor
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.runtime.compute.activations import ROWS, Activations
+from tawpipe.runtime.compute.cp_groups import CpTokens
 from tawpipe.runtime.compute.randomness import BlockRandomness, seed_of
 from tawpipe.runtime.compute.rows import GrowingBuffer, Places
-from tawpipe.runtime.compute.sets import SetTokens
 from tawpipe.runtime.compute.split import DeferredProducts
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.schedule.actions import Action, Lane
@@ -88,7 +88,7 @@ class Blocks:
         """Return the input of the action's block: a tensor, a kept graph, or rows outside the device."""
         return self.held.inputs[next(row for row in action.reads if row.kind in ROWS)]
 
-    def dealt(self, step_input: StepInput, m: int) -> tuple[MicroBatch, SetTokens | None]:
+    def dealt(self, step_input: StepInput, m: int) -> tuple[MicroBatch, CpTokens | None]:
         """Return micro-batch ``m``, and the assignment of its tokens to the ranks of a context-parallel group.
 
         For a document slice, the micro-batch holds only the slice. The second value is None if this rank computes all
@@ -100,7 +100,7 @@ class Blocks:
         if self.sequence_ranks == 1 or not step_input.is_shared(m):
             return batch, None
         row = batch.in_one_row()
-        return row, SetTokens(row.lengths, self.sequence_ranks, step_input.place)
+        return row, CpTokens(row.lengths, self.sequence_ranks, step_input.place)
 
     def shape(self, step_input: StepInput, m: int) -> tuple[int, ...]:
         """Return the number of rows and of tokens per row of micro-batch ``m`` that this rank computes."""

@@ -13,10 +13,10 @@ from tawpipe.model.attention.chunked import KeyStore
 from tawpipe.runtime.compute.activations import ROWS, DeviceBatch
 from tawpipe.runtime.compute.blocks import Blocks
 from tawpipe.runtime.compute.chunks import KeptAttention, LayerInChunks, spans_of
+from tawpipe.runtime.compute.cp_groups import LayerInCpGroup
 from tawpipe.runtime.compute.randomness import seed_of
 from tawpipe.runtime.compute.repeated import compare, expect_unchanged
 from tawpipe.runtime.compute.rows import OnDevice, Rows
-from tawpipe.runtime.compute.sets import LayerInSet
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import KEPT, OUTSIDE, Buffer, context, input_gradient, key_gradients, keys
@@ -37,7 +37,7 @@ def forward(
         before: Weight checksums of the block's first run, which is then repeated and compared; else None.
     """
     source, layer = rows_of(blocks.input(action)), _layer(blocks, action, held, step_input)
-    if isinstance(layer, LayerInSet):
+    if isinstance(layer, LayerInCpGroup):
         layer.gather(blocks.held.keys[keys(action.micro_batch, action.block)])
     target = next(buffer for buffer in action.writes if buffer.kind in ROWS)
     kept = None
@@ -64,10 +64,10 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, step_input: Step
     gradient = blocks.held.gradients[input_gradient(m, b + 1)]  # replaced in place, chunk by chunk
     kept: Any = next((blocks.held.kept[buffer] for buffer in action.reads if buffer.kind in KEPT), None)
     source, layer = rows_of(blocks.input(action)), _layer(blocks, action, held, step_input)
-    if isinstance(layer, LayerInSet):
+    if isinstance(layer, LayerInCpGroup):
         layer.gather(blocks.held.keys[keys(m, b)])
     layer.backward(source, gradient, wanted=wanted, kept=kept)
-    if isinstance(layer, LayerInSet):
+    if isinstance(layer, LayerInCpGroup):
         sums = [(part, torch.empty_like(part[0])) for part in layer.key_gradients()]
         blocks.held.key_gradients[key_gradients(m, b)] = sums
     return gradient
@@ -75,7 +75,7 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, step_input: Step
 
 def make_keys(blocks: Blocks, action: Action, step_input: StepInput) -> None:
     """Compute and keep this rank's keys and values of a layer."""
-    blocks.held.keys[action.writes[0]] = _in_set(blocks, action, step_input).keys(rows_of(blocks.input(action)))
+    blocks.held.keys[action.writes[0]] = _in_cp_group(blocks, action, step_input).keys(rows_of(blocks.input(action)))
 
 
 def keys_backward(blocks: Blocks, action: Action, step_input: StepInput) -> None:
@@ -83,7 +83,7 @@ def keys_backward(blocks: Blocks, action: Action, step_input: StepInput) -> None
     m, b = action.micro_batch, action.block
     gradient = blocks.held.gradients[input_gradient(m, b)] if input_gradient(m, b) in action.writes else None
     source, sums = rows_of(blocks.input(action)), [total for _, total in blocks.held.key_gradients[key_gradients(m, b)]]
-    _in_set(blocks, action, step_input).keys_backward(source, sums, gradient)
+    _in_cp_group(blocks, action, step_input).keys_backward(source, sums, gradient)
 
 
 def rows_of(held: Tensor | Rows) -> Rows:
@@ -99,9 +99,9 @@ def _make_rows(blocks: Blocks, target: Buffer, part: str, shape: Sequence[int], 
 
 
 def _layer(blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepInput) -> LayerInChunks:
-    """Return a new ``LayerInChunks`` for the action's layer, or a ``LayerInSet`` in a context-parallel group.
+    """Return a new ``LayerInChunks`` for the action's layer, or a ``LayerInCpGroup`` in a context-parallel group.
 
-    Nothing is computed. A ``LayerInSet`` gets an empty store of keys and values."""
+    Nothing is computed. A ``LayerInCpGroup`` gets an empty store of keys and values."""
     state, seed, dealt = blocks.state(action), blocks.seed(action, step_input), held.dealt
     ranks, place = (dealt.ranks, dealt.place) if dealt else (1, 0)
 
@@ -112,11 +112,11 @@ def _layer(blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepIn
     if dealt is None:
         return LayerInChunks(blocks.chain, action.block, held.calls, blocks.sequence_chunk, draw)
     size, store = blocks.sequence_chunk or dealt.most, KeyStore(1, sum(dealt.lengths))
-    return LayerInSet(blocks.chain, action.block, held.calls, size, draw, dealt, store)
+    return LayerInCpGroup(blocks.chain, action.block, held.calls, size, draw, dealt, store)
 
 
-def _in_set(blocks: Blocks, action: Action, step_input: StepInput) -> LayerInSet:
-    """Return a new ``LayerInSet`` for the action's layer."""
+def _in_cp_group(blocks: Blocks, action: Action, step_input: StepInput) -> LayerInCpGroup:
+    """Return a new ``LayerInCpGroup`` for the action's layer."""
     layer = _layer(blocks, action, blocks.held.batches[context(action.micro_batch)], step_input)
-    assert isinstance(layer, LayerInSet)
+    assert isinstance(layer, LayerInCpGroup)
     return layer

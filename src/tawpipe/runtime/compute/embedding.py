@@ -14,8 +14,8 @@ from tawpipe.runtime.compute import cut_layer, layer, sliced
 from tawpipe.runtime.compute.activations import ROWS, DeviceBatch, LayerRunner
 from tawpipe.runtime.compute.blocks import Blocks
 from tawpipe.runtime.compute.chunks import spans_of
+from tawpipe.runtime.compute.cp_groups import CpTokens
 from tawpipe.runtime.compute.repeated import check_new
-from tawpipe.runtime.compute.sets import SetTokens
 from tawpipe.runtime.compute.step_input import DocumentSlice, StepInput
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Buffer, Kind, context, input_gradient
@@ -66,7 +66,7 @@ def backward(blocks: Blocks, action: Action, held: DeviceBatch, step_input: Step
         torch.autograd.backward(graph, arriving)
 
 
-def runner_of(blocks: Blocks, dealt: SetTokens | None, part: DocumentSlice | None) -> LayerRunner:
+def runner_of(blocks: Blocks, dealt: CpTokens | None, part: DocumentSlice | None) -> LayerRunner:
     """Return the module that computes the layers of a micro-batch: ``sliced``, ``cut_layer`` or ``layer``."""
     if part is not None:
         return sliced

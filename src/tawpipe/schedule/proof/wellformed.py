@@ -40,7 +40,7 @@ from tawpipe.schedule.buffers import (
 )
 from tawpipe.schedule.proof.symbolic import ScheduleError
 from tawpipe.schedule.step import Schedule
-from tawpipe.topology import set_group
+from tawpipe.topology import cp_group_name
 
 GROUPS = ("node", "rail", "world")
 
@@ -452,7 +452,7 @@ class _Checker:
         It must gather keys and values, or reduce gradients, in place and within a context-parallel group."""
         ranks, b, m = self.step.ranks_of(action.micro_batch), action.block, action.micro_batch
         buffer = keys(m, b) if action.collective == "all_gather" else key_gradients(m, b)
-        if ranks == 1 or action.group != set_group(ranks) or action.root >= 0 or action.unit >= 0:
+        if ranks == 1 or action.group != cp_group_name(ranks) or action.root >= 0 or action.unit >= 0:
             yield "keys and values are for the ranks that compute a row together"
         if action.collective not in ("all_gather", "reduce_scatter") or action.frees:
             yield "keys and values are gathered, their gradients summed up, and nothing else"

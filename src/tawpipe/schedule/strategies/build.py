@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from tawpipe.dealing.balance import PacksForm
 from tawpipe.errors import UserError
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.sets import in_sets
+from tawpipe.schedule.cp_groups import with_cp_groups
 from tawpipe.schedule.settings import AUTO_RECOMPUTE, ScheduleSettings, check_values
 from tawpipe.schedule.spec import ModelSpec, share_packs
 from tawpipe.schedule.step import SPECIAL, Schedule, StepSpec, Strategy
@@ -133,4 +133,4 @@ def build(step: StepSpec, *, training: bool = True, ranks: Sequence[int] | None 
     """
     if training and not any(unit.trainable for unit in step.model.units):
         raise UserError("model", "no trainable parameter", "at least one parameter must require a gradient")
-    return in_sets(step.strategy.build(step, training=training, ranks=ranks))
+    return with_cp_groups(step.strategy.build(step, training=training, ranks=ranks))

@@ -1,4 +1,4 @@
-"""Passes of a layer over one rank's tokens of a row that a context-parallel group computes (schedule/sets.py).
+"""Passes of a layer over one rank's tokens of a row that a context-parallel group computes (schedule/cp_groups.py).
 
 With or without chunks, a rank runs its tokens up to their keys and values, and attends to the keys and values of all
 ranks. In the backward pass it adds to the gradients of all of them. The sums for its own keys and values are propagated
@@ -23,7 +23,7 @@ from tawpipe.schedule.pieces import Ranges, tokens_of_ranks
 
 
 @dataclass(frozen=True)
-class SetTokens:
+class CpTokens:
     """Assignment of a row's tokens to the ranks of a context-parallel group.
 
     Args:
@@ -83,7 +83,7 @@ class SetTokens:
 
 
 @dataclass(frozen=True)
-class LayerInSet(LayerInChunks):
+class LayerInCpGroup(LayerInChunks):
     """One layer on this rank's tokens, [1, n, H], of a micro-batch of one row; ``size`` tokens at a time.
 
     Args:
@@ -91,7 +91,7 @@ class LayerInSet(LayerInChunks):
         store: Keys and values of all tokens; empty before they are gathered.
     """
 
-    dealt: SetTokens
+    dealt: CpTokens
     store: KeyStore
 
     def keys(self, hidden: Rows) -> list[Tensor]:

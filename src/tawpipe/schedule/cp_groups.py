@@ -22,10 +22,10 @@ from itertools import groupby
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import KEPT, Buffer, Kind, context, input_gradient, key_gradients, keys
 from tawpipe.schedule.step import Schedule
-from tawpipe.topology import set_group
+from tawpipe.topology import cp_group_name
 
 
-def in_sets(schedule: Schedule) -> Schedule:
+def with_cp_groups(schedule: Schedule) -> Schedule:
     """Return ``schedule`` changed for context-parallel groups: keys and values are computed first and gathered.
 
     KEYS, KEYS_BACKWARD and collectives of keys and their gradients are added to layers. Returns ``schedule`` itself if
@@ -33,7 +33,7 @@ def in_sets(schedule: Schedule) -> Schedule:
     ranks, blocks = schedule.step.sequence_ranks, schedule.model.blocks
     if ranks == 1 or schedule.step.shared == 0:
         return schedule
-    group, programs = set_group(ranks), []
+    group, programs = cp_group_name(ranks), []
     for program in schedule.programs:
         computing = [(i, action) for i, action in enumerate(program) if action.op in (Op.FORWARD, Op.BACKWARD)]
         instead: dict[int, list[Action]] = {}
