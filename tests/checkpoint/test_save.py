@@ -127,7 +127,7 @@ def test_staging_copies_finite_values_and_refuses_nonfinite_values() -> None:
     assert [(one.name, one.numel, one.start) for one in copies] == [(one.name, one.numel, one.start) for one in given]
     for wrong in (float("nan"), float("-inf")):
         given[0].value[4] = wrong
-        with pytest.raises(RunError, match="weight holds numbers that are not finite"):
+        with pytest.raises(RunError, match="weight has values that are not finite"):
             stage(given)
 
 
