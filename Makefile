@@ -55,6 +55,7 @@ lint: $(TESTED)  ## check style, imports and types
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python tests/support/english.py
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 
 format: $(TESTED)  ## bring the code into style

@@ -387,7 +387,9 @@ class _Replayed:
         self._bring(unit)
 
     def _bring(self, unit: int) -> None:
-        """Copy the next recorded step of a run into the master weights of ``unit``."""
+        """Overwrite the master weights of ``unit`` with recorded weights of the next step of the recording.
+
+        They begin at a position that depends on unit and rank."""
         last, master = len(self._weights) - 1, self._storage.master[unit]
         at = self._steps[unit] % (2 * last)
         of_step = self._weights[min(at, 2 * last - at)]

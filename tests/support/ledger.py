@@ -295,7 +295,7 @@ class Ledger:
             clocks = (self.host, *(one.clock for one in (block.stream, *block.recorded)))
             if stream is not block.stream and max(clock.get(stream.number, 0) for clock in clocks) < at:
                 self.faults.append(
-                    f"what was made by {block.is_derived} on {block.stream} is freed in {self.action}, and nothing says that "
+                    f"memory of {block.is_derived} on {block.stream} is freed in {self.action}, and nothing says that "
                     f"{by} on {stream} is over"
                 )
         others = [stream for stream in block.recorded if stream is not block.stream]

@@ -113,11 +113,9 @@ class Disk:
     def spread(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None: ...  # all ranks see the file
 
     def tidy(self, name: str) -> None:
-        """Remove older states beyond ``keep``, and states of an abandoned history.
+        """Remove states beyond the ``keep`` newest and of an abandoned history. ``name``: the state just saved.
 
-        An abandoned history is what an earlier run wrote after the step from which this run resumed; ``auto`` would
-        choose it. Runs in the thread that saved, because removing many gigabytes is slow on some file systems.
-        """
+        States that ``keep_every`` or ``best`` keeps stay."""
         self._saved_names.add(name)
         complete, going = complete_states(self.folder), []
         if self.resumed_step is not None:

@@ -48,9 +48,10 @@ class Dealer:
         return (None if is_quick else self._asked(list(lengths), dealing)) or dealing(lengths)
 
     def _asked(self, lengths: list[int], dealing: Dealing) -> Packs | None:
-        """Return the worker's assignment; None if there is no worker, or if it cannot assign them.
+        """Return the worker's assignment; None if there is no worker, if it fails, or if it refuses the documents.
 
-        The worker is started at the first call. After a failure it is not started again, and a warning is logged."""
+        The worker is started at the first call. If it cannot be started or has died, a warning is logged, and it is not
+        started again."""
         with self._lock:
             try:
                 if self._starts:

@@ -140,7 +140,8 @@ class WorkerFailure:
 def first_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
     """Return the failure that probably caused the others. ``failures`` must not be empty.
 
-    A worker killed by a signal comes first, then a wrong setting, then the earliest traceback."""
+    A worker killed by a signal of ``_CAUSES`` comes first, then a wrong setting, then the worker that began to fail
+    first."""
 
     def order(failure: WorkerFailure) -> tuple[int, float, int]:
         if -failure.returncode in _CAUSES:

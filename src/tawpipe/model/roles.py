@@ -23,7 +23,7 @@ def roles_of(model: nn.Module) -> dict[str, str]:
 
 
 def _role(name: str, parameter: nn.Parameter, owner: nn.Module) -> str:
-    """Return the role of the parameter ``name`` of the module ``owner``: ``MATRIX``, ``VECTOR`` or ``TABLE``."""
+    """Return the role of a parameter; ``MATRIX``, ``VECTOR`` and ``TABLE`` say what belongs to each."""
     last, kind = ".".join(name.split(".")[-2:]), type(owner).__name__.lower()
     if parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False):
         return VECTOR

@@ -131,7 +131,7 @@ def _in_turn(
     head = layout.stages - 1
 
     def come(number: int) -> None:
-        """Add a work to the ready works of its position."""
+        """Add work item ``number`` to the ready work items of its position."""
         kind, stage, m = work = linked.works[number]
         urgency = turn[m], m if kind in "FW" else -m, -stage
         heappush(ready["B" if kind == "I" else kind][linked.places[number]], (urgency, number, work))

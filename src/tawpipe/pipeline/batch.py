@@ -99,7 +99,7 @@ class Deal:
         return -(-rows // self.micro_batch)
 
     def form(self, local: LocalBatch) -> int | PacksForm:
-        """Return the key of the schedule for ``local``: its number of micro-batches, or ``Packs.form`` for documents."""
+        """Return the key of the schedule for ``local``: number of micro-batches, or ``Packs.form`` for documents."""
         return local.packs.form if local.packs else self.count(local.rows)
 
     def tokens(self, local: LocalBatch) -> int:

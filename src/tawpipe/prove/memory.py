@@ -86,7 +86,8 @@ def longest(world: World) -> Outcome:
         )
     row = by_itself(config, [least], settings.recompute, dtype, world.device)
     numbers |= {name: row[name] for name in ("predicted_bytes", "measured_bytes", "seconds")}
-    note = f"{least:,} tokens in {row['measured_bytes'] / 2**30:.2f} of {memory_bytes / 2**30:.2f} GiB, {row['seconds']:.1f} s"
+    taken, seconds = row["measured_bytes"] / 2**30, row["seconds"]
+    note = f"{least:,} tokens in {taken:.2f} of {memory_bytes / 2**30:.2f} GiB, {seconds:.1f} s"
     return Outcome(row["measured_bytes"] <= memory_bytes * (1 + LIMIT), note, numbers)
 
 

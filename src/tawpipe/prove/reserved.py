@@ -130,7 +130,7 @@ def _counting(counted: list[Any], device: torch.device) -> Iterator[None]:
     """Append every CUDA stream that is created within the context to ``counted``; on a CPU, append stand-ins."""
     stream = torch.cuda.Stream
 
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def new_stream(*args: Any, **kwargs: Any) -> Any:
         counted.append(stream(*args, **kwargs) if device.type == "cuda" else LaneStream("copies"))
         return counted[-1]
 

@@ -221,9 +221,9 @@ class Executor:
     def loop(self, schedule: Schedule) -> int:
         """Run decode steps until one is marked as the last, wait for all, and return the number of decode steps issued.
 
-        ``DECODE_STEPS_IN_FLIGHT`` decode steps are in flight at any time. Decode steps that were already issued when the last one
-        was computed run with empty passes. By the end of a decode step all ranks have seen the headers of all its
-        passes, so all ranks stop after the same decode step and no receive stays open.
+        ``DECODE_STEPS_IN_FLIGHT`` decode steps are in flight at any time. Decode steps that were already issued when
+        the last one was computed run with empty passes. By the end of a decode step all ranks have seen the headers of
+        all its passes, so all ranks stop after the same decode step and no receive stays open.
         """
         self._refuse_after_failure()
         decode_steps = deque[tuple[DecodeInput, _Issued]]()

@@ -145,8 +145,9 @@ class GrowingTexts:
     def in_slots(self, slot_layout: SlotLayout) -> Slots:
         """Return a new queue of requests with all texts, which accepts no further requests.
 
-        The texts are complete after an engine with ``slot_layout`` has run with the returned object. With 0 tokens to add, the
-        queue is empty."""
+        The texts are complete after an engine with ``slot_layout`` has run with the returned object. With 0 tokens to
+        add, the queue is empty.
+        """
         slots = Slots(slot_layout, waiting=len(self.texts))
         if self._wanted.tokens:
             for number in range(len(self.texts)):

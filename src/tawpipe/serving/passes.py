@@ -55,8 +55,8 @@ class Row:
     """Document in a pass: the next tokens of one slot.
 
     Attributes:
-        slot: index among all slots: ``group * SlotLayout.slots`` + index in the group that computes its single next token. No
-            two rows of a pass have the same slot.
+        slot: index among all slots: ``group * SlotLayout.slots`` + index in the group that computes its single next
+            token. No two rows of a pass have the same slot.
         first: position of the first token. At 0, a new request begins in the slot.
         tokens: token ids, at least one.
         draw: sampling settings of the token after the row; None if none is drawn, because the tokens are a chunk of a

@@ -157,8 +157,8 @@ def decode_step_seconds(
         latencies: further seconds of each message.
         groups: number of groups.
 
-    >>> decode_step_seconds([0.01] * 4, [0.0] * 4, [0.005] * 4, 6), decode_step_seconds([0.01] * 4, [0.0] * 4, [0.005] * 4, 8)
-    (0.06, 0.08)
+    >>> [decode_step_seconds([0.01] * 4, [0.0] * 4, [0.005] * 4, groups) for groups in (6, 8)]
+    [0.06, 0.08]
     """
     return max(sum((*stages, *messages, *latencies)), groups * max((*stages, *messages)))
 

@@ -101,7 +101,8 @@ def length_in_memory(config: TrainConfig, model: RunModel, world: World, length:
 
     Memory is measured and time is not, as in the check before the first step. The measured rows have one document each
     and may fill the share of memory that a plan may fill, so that this limit is lower than the limit of the check. If
-    no length fits, ``length`` is returned, and the check says what would fit.
+    no length fits, ``length`` is returned, and the check lists settings that would fit. A length of at most
+    ``USUAL_LENGTH`` is returned without a measurement.
 
     Args:
         length: tokens of a row.

@@ -126,8 +126,8 @@ class Training:
         self._share = pipeline.share_of_a_row
         self._last = time.perf_counter()
         self._evaluated = False
-        is_set = config.timeouts.step_s != TimeoutConfig().step_s
-        setting_s = config.timeouts.step_s if is_set else math.inf
+        changed = config.timeouts.step_s != TimeoutConfig().step_s
+        setting_s = config.timeouts.step_s if changed else math.inf
         self._limit = FollowedLimit(pipeline.limit, setting_s, set_timeout=world.set_timeout)
         self._writer: MetricsWriter | None = None
         self._machine = prepared.followed.machine if world.rank == 0 else None

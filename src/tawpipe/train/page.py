@@ -165,7 +165,7 @@ def _damage(lines_left_out: Sequence[int]) -> Iterator[Section]:
 
 
 def _so_far(rows: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> list[list[str]]:
-    """Return table rows with the latest metrics of a run, each as (name, value)."""
+    """Return table rows (name, value) about a run so far: latest step and losses, median speed, peak memory."""
     if not rows:
         return [["steps", "none yet"]]
     steps = settings.get("steps")

@@ -173,7 +173,10 @@ class Columns:
         return self.row(where, {name: without_nulls(value) for name, value in item.items()}, unread)
 
     def _planned(self, names: tuple[str, ...], filled: tuple[str, ...]) -> RowPlan:
-        """Return the plan of rows with columns ``names``, of which ``filled`` are not empty."""
+        """Return how to read a row with columns ``names``, of which ``filled`` are not empty in this row.
+
+        The plan is: the kind of the row (text, chat, instruction or None), its useful columns by tawpipe's names, its
+        other non-empty columns, and the meaning of each of these that may change the meaning of the row."""
         kind = self.kind(filled) or self.kind(names)
         if (
             kind == "text"

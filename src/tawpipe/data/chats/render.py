@@ -282,9 +282,9 @@ class Renderer:
                 name = self._names.get(name, name)
                 raise Malformed(f"with {name!r} beside an instruction that is no chat (--as-chat makes it one)")
         parts = [system, *parts] if system else parts
-        given = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
-        given, notes = self._special.prepare(given, row.where)
-        pieces = tuple(piece for piece in (ChatText(given, False), ChatText(answer_text, True)) if piece.text)
+        prompt_text = "".join(parts) if answer == "completion" else "".join(part + "\n\n" for part in parts)
+        prompt_text, notes = self._special.prepare(prompt_text, row.where)
+        pieces = tuple(piece for piece in (ChatText(prompt_text, False), ChatText(answer_text, True)) if piece.text)
         if self._fits is not None and not self._fits(pieces, "instruction"):
             raise Malformed(TOO_LONG.format(longest=self._longest))
         return [*notes, Document("instruction", pieces, where=row.where, identity=_identity(messages))]

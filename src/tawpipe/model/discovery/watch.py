@@ -134,7 +134,8 @@ class FollowedWeights(TorchDispatchMode):
     """Mode that follows parameters through operations, and notes if autograd saves one of them.
 
     A result computed from parameters alone counts as a parameter: a copy in another dtype (a norm in fp32) is the
-    parameter itself if the dtypes are equal. Results computed partly from parameters are known as well; see ``is_derived``.
+    parameter itself if the dtypes are equal. Results computed partly from parameters are known as well; see
+    ``is_derived``.
     """
 
     def __init__(self, model: nn.Module) -> None:

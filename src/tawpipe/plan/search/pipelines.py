@@ -220,7 +220,7 @@ def _passing(request: PlanRequest, step: StepSpec, positions: Positions) -> list
     """Return, for every block, the bytes of device buffers through which its gradients pass to homes in host memory.
 
     The numbers are 0 if homes are on the device, or with several pipelines. Layers of equal size share one set of
-    buffers."""
+    buffers. Each of these layers has the bytes of the whole set, so the numbers must not be added."""
     blocks, units = request.model.blocks, request.model.units
     if not step.homes_in_host or positions.replicas > 1:
         return [0] * len(blocks)

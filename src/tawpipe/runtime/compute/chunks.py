@@ -218,7 +218,7 @@ class LayerInChunks:
         Keys and values are written to the chunk's store, states of mixers to ``chunk.left``.
 
         Raises:
-            UserError: If the layer calls no attention, or calls it unexpectedly.
+            UserError: the layer has attention and does not call it, or calls attention although it seemed to have none.
         """
         with torch.no_grad():
             output = self._run(chunk, hidden)

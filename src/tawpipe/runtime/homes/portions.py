@@ -1,9 +1,9 @@
 """Portions of a unit at home: the parts that are squared, copied to a device or updated at one time.
 
 Homes in CPU memory pass through their device portion by portion. The gradient's norm is always summed portion by
-portion, wherever homes are, so that its bits are equal. A portion begins at a multiple of ``PORTION_SIZE`` elements of its
-piece. Then an optimizer's kernel treats every element as it would in the whole piece (on a CPU it would round the last
-few differently otherwise).
+portion, wherever homes are, so that its bits are equal. A portion begins at a multiple of ``PORTION_SIZE`` elements of
+its piece. Then an optimizer's kernel treats every element as it would in the whole piece (on a CPU it would round the
+last few differently otherwise).
 """
 
 from __future__ import annotations

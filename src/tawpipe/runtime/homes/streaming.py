@@ -125,7 +125,7 @@ class _Streams:
         return torch.cuda.stream(self._leaving)
 
     def taken(self, buffer: LoadBuffer) -> None:
-        """Record an event in ``buffer``: the copies of its load back to CPU memory that were issued so far have ended."""
+        """Record an event in ``buffer``: the copies of its load to CPU memory issued so far have ended."""
         if self._leaving is not None:
             buffer.left = self._leaving.record_event()
 

@@ -448,8 +448,8 @@ class Transport:
     def _coded_sum(self, action: Action, source: Tensor, target: Tensor, group: dist.ProcessGroup) -> None:
         """Run a reduce_scatter of losslessly coded gradients around a ring.
 
-        The order of additions is the order that ``EarlyTransfers`` uses. Messages are coded part by part: while some are sent,
-        the next are made.
+        The order of additions is the order that ``EarlyTransfers`` uses. Messages are coded part by part: while some
+        are sent, the next are made.
         """
         members = self.topology.group(action.group, self.rank)
         size, here = len(members), members.index(self.rank)
@@ -510,8 +510,7 @@ class Transport:
     def _check_exchange(self, key: tuple[Lane, str], action: Action) -> None:
         """Exchange headers with the peers of all transfers of the action, and compare them.
 
-        Raises:
-            TransportError: If a header differs from this rank's.
+        ``key`` is the lane and the name of the group.
         """
         group = self._groups[key]
         checks, works = [], []

@@ -412,7 +412,7 @@ class SolvedPipeline(CostBasedPipeline):
     def changes(
         self, planner: Planner, step: StepSpec, worth: Callable[[str], bool], *, budget: int
     ) -> Iterator[dict[str, Any]]:
-        """Yield dicts of settings: that of ``CostBasedPipeline.changes``, then one in which layers differ in what they keep.
+        """Yield the settings of ``CostBasedPipeline.changes``, then settings in which layers keep different things.
 
         The second one is only made with a memory limit and if ``worth("none")`` is True. See ``Strategy.changes``."""
         yield from super().changes(planner, step, worth, budget=budget)

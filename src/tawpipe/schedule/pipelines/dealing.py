@@ -51,8 +51,8 @@ def packs_of_a_pipeline(needed: int, positions: int, tokens: float) -> int:
     """Return the number of packed micro-batches of a pipeline that wastes the least time; at least ``needed``.
 
     Time is wasted by waiting at both ends of the step, and by the fixed cost of each packed micro-batch. The result is
-    a multiple of ``positions``. It has at least ``LEAST_PACKS`` for each position, and at most ``MOST_PACKS`` unless ``needed``
-    is more.
+    a multiple of ``positions``. It has at least ``LEAST_PACKS`` for each position, and at most ``MOST_PACKS`` unless
+    ``needed`` is more.
 
     Args:
         needed: least number.

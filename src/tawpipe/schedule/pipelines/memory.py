@@ -101,7 +101,8 @@ def guarded(layout: Layout, order: Order, times: Mapping[Work, tuple[float, floa
 def _least(free_memory: float, others: list[float], started: int) -> int:
     """Return the number of items of the other lane that must end before an item may start.
 
-    The fewest are returned after which the other lane fits into ``free_memory`` in every state up to the last started item.
+    The fewest are returned after which the other lane fits into ``free_memory`` in every state up to the last started
+    item.
 
     Args:
         free_memory: memory that the other lane may hold.

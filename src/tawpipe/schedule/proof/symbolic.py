@@ -547,7 +547,9 @@ class Contents:
 
 
 def _everything(schedule: Schedule) -> dict[int, frozenset[tuple[int, ...]]]:
-    """Return for every unit all contributions that its gradient must contain, as in ``Content.parts``."""
+    """Return for every unit all contributions that its gradient must contain, as in ``Content.parts``.
+
+    Each (block, micro-batch) whose backward pass adds to the gradient has one or more tuples."""
     programs, blocks = schedule.programs, schedule.model.blocks
     split = {(a.block, a.micro_batch) for program in programs for a in program if a.op is Op.BACKWARD_INPUT}
 

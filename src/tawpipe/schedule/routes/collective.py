@@ -38,8 +38,8 @@ class CollectiveRoute(Route):
     Args:
         gather_hops: hops towards the device, in order.
         back: hops towards home, in order.
-        kept: index in ``gather_hops`` of the hop whose result may stay in a buffer, see ``Residency.slices``. By default the
-            last but one.
+        kept: index in ``gather_hops`` of the hop whose result may stay in a buffer, see ``Residency.slices``. By
+            default the last but one.
         summed: index in ``back`` of the first hop that runs once per step if gradients are added up over the step. By
             default the first hop between nodes.
     """

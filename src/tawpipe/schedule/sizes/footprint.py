@@ -55,8 +55,8 @@ class Widths:
             weights; one number for every unit if they differ.
         exact: bytes of a frozen weight's exact value in CPU memory; 0 if the weight's own dtype holds it.
         unpacked: number of weights in the buffers into which packed (quantised) units are dequantised.
-        slice: elements of the largest portion of a home in CPU memory that passes through a device. More than ``PORTION_SIZE``
-            if an optimizer needs whole matrices.
+        slice: elements of the largest portion of a home in CPU memory that passes through a device. More than
+            ``PORTION_SIZE`` if an optimizer needs whole matrices.
         change: bytes of a weight that travels as a change.
     """
 

@@ -48,9 +48,10 @@ def serve(config: ServeConfig, folder: Path) -> None:
         slots = Slots(engine.slot_layout, waiting=config.max_waiting, idle_s=config.idle_s)
         service = _service(config, folder, slots, tokenizer, prompts, text_config.vocab_size)
         host, port = listening.getsockname()[:2]
+        layout = slots.slot_layout
         ready = (
             f"{service.name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1: "
-            f"{slots.slot_layout.groups * slots.slot_layout.slots} slots of {slots.slot_layout.context} tokens on {world.nodes}, "
+            f"{layout.groups * layout.slots} slots of {layout.context} tokens on {world.nodes}, "
             f"{world.device.type}{'' if prompts.template else '; no chats without --chat-template'}; ctrl-C ends"
         )
         run_service(engine.run, slots, service.application(read_key(config)), listening, config, ready)
