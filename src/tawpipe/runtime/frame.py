@@ -12,7 +12,7 @@ from tawpipe.runtime.lanes import Moment
 from tawpipe.runtime.transport.transport import Transport
 from tawpipe.schedule.buffers import Buffer
 
-Inputs = TypeVar("Given")
+Inputs = TypeVar("Inputs")
 
 
 @dataclass(frozen=True)

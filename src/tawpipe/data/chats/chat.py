@@ -381,7 +381,7 @@ class _OneForm:
                     ((name, value),) = switch.items()
                     way = f"{name}={str(value).lower()}"
                     note = f"fitting only the prompt with {way}, learned with it"
-                    return self._ended(number, other_prompt, other, switch)._replace(said=(note,))
+                    return self._ended(number, other_prompt, other, switch)._replace(notes=(note,))
         if (opened := OPENED.search(prompt)) is not None:
             return self._thought_through(number, prompt, shown, opened)
         behind = self._behind_header(number, prompt, shown)
@@ -391,7 +391,7 @@ class _OneForm:
         header = self._renderer.special.match(prompt.removeprefix(before).lstrip())
         if header and shown.startswith(before) and not shown[len(before) :].lstrip().startswith(header[0]):
             notes = ("shown by the chat template without a header, learned as shown",)
-            return self._ended(number, before, shown, {})._replace(said=notes)
+            return self._ended(number, before, shown, {})._replace(notes=notes)
         raise Malformed("with an answer that the chat template shows behind no prompt")
 
     def _thought_through(self, number: int, prompt: str, shown: str, opened: re.Match[str]) -> Learnable:
@@ -541,7 +541,7 @@ class _OneForm:
             notes += ("whose thought the chat template leaves out",)
         if self._renderer.special.search(words):
             notes += ("with a special token in the text, which is learned where it stands",)
-        return answer._replace(said=notes)
+        return answer._replace(notes=notes)
 
     def _check_prompt(self, before: Sequence[Message], text: str) -> None:
         """Raise Malformed if the prompt ``text`` of the last answer lacks an earlier message of another role.
