@@ -124,7 +124,7 @@ class ActivationPipeline(Strategy):
         order, speeds = settings.pipeline_order or self.pipeline_order, settings.device_speeds or self.device_speeds
         if (stages, times, order, speeds) == (self.stages, self.block_times, self.pipeline_order, self.device_speeds):
             return self
-        return replace(self, stages=stages, block_times=times, given=order, device_speeds=speeds)
+        return replace(self, stages=stages, block_times=times, pipeline_order=order, device_speeds=speeds)
 
     def settle(self, settings: ScheduleSettings) -> ScheduleSettings:
         """Return ``settings`` with empty stages, times and order taken from the pipeline.
