@@ -113,9 +113,9 @@ class Disk:
     def spread(self, partial: Path, notes: Sequence[Mapping[str, Any]]) -> None: ...  # all ranks see the file
 
     def tidy(self, name: str) -> None:
-        """Remove states beyond the ``keep`` newest and of an abandoned history. ``name``: the state just saved.
+        """Remove states beyond the ``keep`` newest, except those that ``keep_every`` or ``best`` keeps.
 
-        States that ``keep_every`` or ``best`` keeps stay."""
+        All states of an abandoned history are removed, too. ``name`` is the state just saved."""
         self._saved_names.add(name)
         complete, going = complete_states(self.folder), []
         if self.resumed_step is not None:

@@ -223,8 +223,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> PlanWords:
     """Parse the arguments of ``tawpipe plan`` and the files of ``--config``, and return the options.
 
     Raises:
-        UserError: an unknown option or key, a value of the wrong type, an unreadable file.
-        SystemExit: after printing help, or if a required option is missing.
+        UserError: an unknown option or key, a setting of the wrong type, an unreadable file.
+        SystemExit: after printing help, if a required option is missing, or if argparse refuses a value or a word.
     """
     options = train_options()
     arguments = vars(parser.parse_args(argv))

@@ -231,7 +231,8 @@ def justified(passes: Passes, first: TimedOrder, flying: int = 0, rounds: int = 
 def joined(passes: Passes, timed: TimedOrder) -> Order:
     """Convert a timed order to an ``Order``. I and W that run in a row are joined to B if nothing starts later.
 
-    All W of a stage take equally long. So at each place of a W, the latest waiting one is run."""
+    All W of a stage take equally long. So at each place of a W, the W of the latest I that still waits for it is run.
+    """
     stages, count = passes.stages.layout.stages, passes.micro_batches
     places, travel = passes.stages.layout.places, passes.stages.costs.travel
     chain = 2 * stages * count

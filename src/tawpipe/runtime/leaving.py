@@ -70,7 +70,8 @@ class _Running:
         waits at most ``PATIENCE_S`` seconds.
 
         Args:
-            failing: True if the script ends with an exception. Then the last steps are not checked.
+            failing: True if the script ends with an exception. Then errors are not printed, the last steps are not
+                checked, and the result is True if all ended.
         """
         deadline: float | None = None
         closed, ended = [False], True

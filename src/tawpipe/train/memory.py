@@ -399,7 +399,7 @@ def _refuse(
         batch: sizes of the batches.
         machine: machine with its memory now.
         request: measured sizes and times of blocks.
-        others: finds settings that would fit if no single change does.
+        others: finds settings that would fit if neither changed settings nor a new plan for ``request`` do.
     """
     step, whole = request.step(schedule), _all_of(machine, request)
     lacks = shortage(whole, memory_quickly(whole, step)) or "another process has too little"

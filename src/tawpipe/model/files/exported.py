@@ -27,7 +27,8 @@ def differences(
 ) -> list[str]:
     """Return the differences between an exported folder and the model, as sentences; empty if there are none.
 
-    JSON and safetensors headers are read, then transformers opens the folder on the meta device. Values are not read.
+    JSON and safetensors headers are read. Then transformers opens the folder on the meta device; of an adapter only the
+    config of ``peft`` is opened. Values of tensors are not read.
 
     Args:
         chain: the model.

@@ -228,7 +228,7 @@ def plays(request: PlanRequest, step: StepSpec) -> int:
 
 
 def too_large(request: PlanRequest, ranks: int) -> str:
-    """Return the reason why a strategy is not simulated if ``ranks`` ranks must be; ``""`` for few.
+    """Return the reason why a strategy is not simulated that needs ``ranks`` simulated ranks; ``""`` for few.
 
     The limit is on ranks times blocks (``LARGEST_WORK``)."""
     if ranks * len(request.model.blocks) <= LARGEST_WORK:

@@ -282,20 +282,20 @@ def check_elementwise(
 ) -> Tried:
     """Try a factory's optimizers on small parameters, whole and cut in two, and compare the results after three steps.
 
-    The small parameters carry the names of real ones and have as many dimensions.
+    The small parameters carry the names of real ones and are flattened. Groups are also made for parameters with their
+    full number of dimensions, and compared.
 
     Args:
-        factory: Factory to test.
-        pieces: Whole parameters of the model, by name and shape.
-        known: Results of earlier trials of this factory, by shapes and options; extended by this call. With it, layers
+        factory: factory to test.
+        pieces: whole parameters of the model, by name and shape.
+        known: results of earlier trials of this factory, by shapes and options; extended by this call. With it, layers
             that differ only in names are tried once. torch's own optimizers are tried once per process.
 
     Returns:
         Name, state size and options of the optimizers.
 
     Raises:
-        UserError: If an element's update depends on other elements, or groups or results depend on how a parameter is
-            cut.
+        UserError: an element's update depends on other elements, or groups or results depend on how a parameter is cut.
     """
     generator = torch.Generator().manual_seed(0)
     small = [tuple(min(size, 5) for size in piece.shape) for piece in pieces]

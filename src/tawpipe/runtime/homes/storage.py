@@ -119,7 +119,10 @@ class HomePiece(PlaceOfPiece):
 
 
 def matrices_in(shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Return the number of matrices in a parameter, and the shape of one. Only a stack of matrices has more than one.
+    """Return the number of matrices in a parameter, and the shape of one.
+
+    A parameter with three or more dimensions is a stack of matrices of its last two, unless one of these is 1. Any
+    other counts as one.
 
     >>> matrices_in((8, 512, 256)), matrices_in((512, 256)), matrices_in((512, 1, 4))
     ((8, (512, 256)), (1, (512, 256)), (1, (512, 1, 4)))

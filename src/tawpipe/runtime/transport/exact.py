@@ -135,7 +135,10 @@ def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
 
 
 def _lists(form: ChangeForm, message: Tensor, elements: int) -> _Counted | _Placed:
-    """Return the reader or writer of the lists behind the codes of a message."""
+    """Return the object that reads and writes the lists of large differences, which follow the codes in a message.
+
+    It is a ``_Counted`` if the message is on a CPU, a ``_Placed`` on a GPU. If the form has 8-bit entries, it is the
+    8-bit list and contains the 16-bit list. Otherwise it is the 16-bit list."""
     _, listed, whole = form.parts(message, elements)
     if _waits_for_nobody(message):
         return _Counted(listed, _Counted(whole)) if form.listed else _Counted(whole)
