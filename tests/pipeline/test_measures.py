@@ -110,7 +110,7 @@ def test_evaluation_answers_equal_the_plain_model(chunk, sequence_chunk, micro_b
         assert answer.loss == pytest.approx(float(token_sum(logits[:, :-1], labels[:, 1:])), rel=1e-9)
         assert answer.right == int((logits[:, :-1].argmax(-1) == labels[:, 1:]).sum())
         assert answer.tokens == int((labels != -100).sum())
-    assert [answer.found for answer in found] == [False, True, False, True, False]
+    assert [answer.exact_match for answer in found] == [False, True, False, True, False]
     assert found[4].right == 3
     assert sum(answer.loss for answer in found) == pytest.approx(loss * tokens, rel=1e-9)
 
