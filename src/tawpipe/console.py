@@ -236,7 +236,7 @@ def progress_to(say: Callable[[str], None]) -> Iterator[None]:
 @contextmanager
 def _progress_handled(emit: Callable[[logging.LogRecord], None]) -> Iterator[None]:
     handler, level = logging.Handler(), progress.level
-    handler.emit = emit
+    handler.emit = lambda record: emit(record)
     progress.addHandler(handler)
     progress.setLevel(logging.INFO)
     try:
