@@ -408,5 +408,5 @@ def _refuse(
     fits = "; ".join(dict.fromkeys(str(_for_packs(way, batch)) for way in ways))
     fits = fits or "no setting that was tried fits: more devices, or a smaller model"
     raise UserError(
-        "memory", f"a run that needs {lacks}", (f"settings that fit ({seconds} per step without them): {fits}")
+        "memory", f"a run that needs {lacks}", f"settings that fit (without them a step would take {seconds}): {fits}"
     )

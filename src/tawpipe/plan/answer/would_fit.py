@@ -141,7 +141,7 @@ class WouldFit:
             short, enough = (short, middle) if some_fit(self._on(middle), self._is_over) else (middle, enough)
         request = self._on(enough)
         link = request.machine.between
-        assumed = f", links of {link.bytes_per_s * 8 / 1e9:g} Gbit/s" if link == ASSUMED else ""
+        assumed = f", links of {link.bytes_per_s * 8 / 1e9:.3g} Gbit/s" if link == ASSUMED else ""
         each = max(request.machine.nodes)
         fewest = "" if enough - short == 1 and not self._is_over() else "at most "
         what = f"{fewest}{enough} machines of {each} device{'s' if each > 1 else ''} each{assumed}"

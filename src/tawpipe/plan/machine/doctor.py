@@ -231,7 +231,7 @@ def used_between(before: Mapping[str, int], after: Mapping[str, int], reached: f
     rate = claimed(name, root)
     if not rate:
         return f"{name}, of unknown rate"
-    words = f"{name}, rated {rate * 8 / 1e9:g} Gbit/s"
+    words = f"{name}, rated {rate * 8 / 1e9:.3g} Gbit/s"
     if reached < FAR_BELOW * rate:
         words += f": {reached * 8 / 1e9:.3g} Gbit/s reached"
     fastest = max(after, key=lambda other: claimed(other, root))

@@ -355,7 +355,7 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
     )
     if plan.request.topology.num_nodes > 1:
         share = plan.link_share(candidate)
-        yield f"  busiest link: {prediction.link_bytes / 1e6:,.0f} MB, {share:.0%} of the step"
+        yield f"  busiest link: {prediction.link_bytes / 1e6:.1f} MB, {share:.0%} of the step"
     if candidate.step is not None:
         settled = candidate if candidate.homes is not None else settle(plan.request, candidate)
         if settled.homes is not None:
@@ -366,6 +366,6 @@ def explain(plan: Plan, strategy: str) -> Iterator[str]:
         yield f"  {name}: {size / 2**30:.3f} GiB"
     yield f"  together: {prediction.peak_bytes / 2**30:.3f} GiB"
     if prediction.needs.host:
-        yield f"  host memory per node: {prediction.needs.host / 2**30:.2f} GiB"
+        yield f"  host memory per node: {prediction.needs.host / 2**30:.3f} GiB"
     if prediction.needs.files:
-        yield f"  disk per node: {prediction.needs.files / 2**30:.2f} GiB"
+        yield f"  disk per node: {prediction.needs.files / 2**30:.3f} GiB"
