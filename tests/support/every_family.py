@@ -382,12 +382,12 @@ def equal_families(found: dict[str, Outcome]) -> str:
         " ".join(sorted(family for family, one in found.items() if one.kind == "equal")), 120, break_on_hyphens=False
     )
     return f'''\
-"""Families that train as the plain model does; written by every_family.py."""
+"""Model families that were trained and compared with the plain model. ``every_family.py`` writes this file."""
 
 from __future__ import annotations
 
 TESTED_TRANSFORMERS = "{version}"
-"""The release with which they were compared."""
+"""Version of transformers that they were compared with."""
 _NAMES = """
 {names}
 """

@@ -72,7 +72,7 @@ def test_pipeline_with_sliced_documents_takes_equal_steps(home, one):
     words = ("--nproc", "2", "--nodes", "1", "--schedule.strategy", "1f1b", "--bin-tokens", "90")
     piped = run_forked(home, "piped", *BALANCED, *words)
     assert piped.returncode == 0, piped.stderr
-    assert "bins of at most 90 tokens" in piped.stdout and "checked against" in piped.stdout
+    assert "packed micro-batches of at most 90 tokens" in piped.stdout and "checked against" in piped.stdout
     for mine, theirs in zip(one, rows(home, "piped"), strict=True):
         assert (mine["tokens"], mine["documents"]) == (theirs["tokens"], theirs["documents"])
         for name in {"loss", "grad_norm", "validation_loss"} & mine.keys():

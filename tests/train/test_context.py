@@ -182,7 +182,7 @@ def test_run_of_zero_steps_evaluates_as_the_training_run_did(home, few_strategie
     assert row["validation_loss"] == pytest.approx(trained["validation_loss"], rel=1e-12)
     capsys.readouterr()
     assert alone(home, "nothing", *words, "--evaluation.retrieval-lengths", "--validation-fraction", "0") == 2
-    assert "--steps: got 0; at least 1 without validation data" in capsys.readouterr().err
+    assert "--steps: got 0; at least 1: without validation data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

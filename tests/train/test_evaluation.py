@@ -98,7 +98,7 @@ def test_resumed_run_knows_its_earlier_best_step(home, monkeypatch, capsys):
     assert alone(home, "on", *quiet, "4") == 0
     assert steps(home, "on") == [6, 8]
     assert main(["checkpoint", "list", str(home / "on")]) == 0
-    assert "lowest validation loss 1.0000 after step 6" in capsys.readouterr().out
+    assert "lowest validation loss: 1.0000 after step 6" in capsys.readouterr().out
     assert main(["checkpoint", "prune", str(home / "on"), "--keep", "1"]) == 0
     assert steps(home, "on") == [6, 8]
 

@@ -63,7 +63,7 @@ class Names:
 
         >>> names = Names(["learning_rate", "optimizer.clip_norm"], {"lr": "{learning_rate}"}, options=True)
         >>> names.meant("--lr"), names.meant("--learning-rte")
-        ('here it is --learning-rate', 'did you mean --learning-rate?')
+        ('in tawpipe it is --learning-rate', 'did you mean --learning-rate?')
         >>> names.meant("--clip_norm"), names.meant("--zzz")
         ('did you mean --optimizer.clip-norm?', '')
         """

@@ -170,7 +170,7 @@ def loss_words(loss: float) -> str:
     """Return a loss per token with its perplexity as text.
 
     >>> loss_words(1.5), loss_words(math.nan)
-    ('1.5000 (perplexity 4.482)', 'not a number: is any token of the held-out batches learned?')
+    ('1.5000 (perplexity 4.482)', 'not a number (a diverged model, or no held-out token is learned)')
     """
     if math.isnan(loss):
         return "not a number (a diverged model, or no held-out token is learned)"

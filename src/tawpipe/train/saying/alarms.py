@@ -38,7 +38,7 @@ class Spikes:
 
         >>> spikes = Spikes(8)
         >>> [spikes.look(3 + i % 3 / 100) for i in range(30)][-1], spikes.look(5.0)
-        ('', 'the loss of 5.0000 stands out: the last 30 lie around 3.0100')
+        ('', 'loss spike: 5.0000; the last 30 losses are around 3.0100')
         """
         if not math.isfinite(loss):
             return ""
