@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -39,7 +40,11 @@ KINDS = {
     "lora": LoraSettings(rank=3, alpha=5, targets=PROJECTIONS),
     "dora": LoraSettings(rank=3, targets=PROJECTIONS, dora=True),
     "rslora": LoraSettings(rank=4, alpha=3, rslora=True),
+    "experts": LoraSettings(rank=3, expert_rank=2, targets=["q_proj", "experts"]),
+    "one of the experts": LoraSettings(rank=3, alpha=5, targets=["experts.down_proj"], rslora=True),
 }
+FAMILY = {"experts": "qwen3_moe", "one of the experts": "gpt_oss"}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 @pytest.fixture(autouse=True)
@@ -65,16 +70,22 @@ def piped(model: BuiltModel, **knobs: Any) -> Pipeline:
 
 def with_peft(base: str, lora: LoraSettings, folder: Path) -> Any:
     """A plain peft model whose adapter does something, in fp64; saved in fp32, which it has been rounded to."""
+    modules = [name for name in lora.targets if "experts" not in name]
+    experts = [name for name in EXPERTS for target in lora.targets if f".{target}" in name and target not in modules]
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha or 2 * (lora.rank or 0),
-        target_modules="all-linear" if lora.targets == ["all-linear"] else lora.targets,
+        target_modules="all-linear" if modules == ["all-linear"] else modules,
+        target_parameters=experts or None,
+        rank_pattern=dict.fromkeys(experts, lora.expert_rank) if lora.expert_rank else {},
+        alpha_pattern=dict.fromkeys(experts, 2 * lora.expert_rank) if lora.expert_rank else {},
         use_dora=lora.dora,
         use_rslora=lora.rslora,
         task_type="CAUSAL_LM",
     )
     torch.manual_seed(2)
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), config)
+    plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager", experts_implementation="eager")
+    model = peft.get_peft_model(plain, config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -141,9 +152,10 @@ def test_adapter_made_on_another_base_names_both_bases(made_on, spec, other, tmp
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_adapter_folder_trains_exports_and_merges_as_in_peft(kind: str, tmp_path: Path):
     """Loaded, trained, exported as an adapter and merged: all as peft has it."""
-    base = saved(tmp_path / "base")
+    base = saved(tmp_path / "base", FAMILY.get(kind, "llama"))
     plain = with_peft(base, KINDS[kind], tmp_path / "adapter")
     model = built(base, LoraSettings(adapter=str(tmp_path / "adapter")))
+    assert model.adapter_settings == built(base, KINDS[kind]).adapter_settings | {"targets": ANY}
     pipeline = piped(model)
     losses, expected = plain_steps(plain, 3)
     assert [pipeline.step(rows_of(step)).loss for step in range(3)] == pytest.approx(losses, rel=1e-10)
@@ -166,7 +178,7 @@ def test_peft_adapter_folder_trains_exports_and_merges_as_in_peft(kind: str, tmp
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_adapter_leaves_the_loss_unchanged(kind: str, tmp_path: Path):
     """The norms of DoRA among them, which are those of the base weights."""
-    base = saved(tmp_path)
+    base = saved(tmp_path, FAMILY.get(kind, "llama"))
     with_one, without = (piped(built(base, lora)) for lora in (KINDS[kind], LoraSettings()))
     batch = rows_of()
     assert with_one.evaluate(batch).loss == pytest.approx(without.evaluate(batch).loss, rel=1e-12)
@@ -259,9 +271,50 @@ def test_lora_and_freeze_settings_that_match_nothing_are_refused(what: str):
         build_model("tiny", max_positions=16, **arguments)
 
 
-def test_expert_tensors_as_lora_targets_are_refused_with_the_reason(tmp_path: Path):
-    with pytest.raises(UserError, match="gate_up_proj are stored as one tensor each"):
-        built(saved(tmp_path, "qwen3_moe"), LoraSettings(rank=2, targets=["gate_up_proj"]))
+def test_expert_targets_are_named_as_settings_or_parameters(tmp_path: Path):
+    base = saved(tmp_path, "qwen3_moe")
+    for targets, names in (
+        (["experts"], EXPERTS),
+        (["gate_up_proj"], EXPERTS[:1]),
+        (["experts.down_proj", "q_proj"], [EXPERTS[1], "q_proj"]),
+        (["all-linear", "experts"], [*EXPERTS, "k_proj", "o_proj", "q_proj", "v_proj"]),
+    ):
+        model = built(base, LoraSettings(rank=2, expert_rank=3, targets=targets))
+        assert model.adapter_settings["targets"] == sorted(names)
+        assert model.adapter_settings["expert_rank"] == 3 and "3 for each expert" in model.adapter_words
+    assert (
+        "experts.gate_up_proj) get none (--lora.targets all-linear experts)"
+        in built(base, LoraSettings(2)).adapter_words
+    )
+
+
+EXPERTS_REFUSED = {
+    "no experts": ("llama", {"targets": ["experts"]}, "lora.targets: got 'experts'.*no experts"),
+    "another name": ("qwen3_moe", {"targets": ["experts.up"]}, "or experts, or one of them: mlp.experts.down_proj"),
+    "a name for two": ("qwen3_moe", {"targets": ["down_proj", "q_proj"]}, "peft takes these for experts"),
+    "dropout": ("qwen3_moe", {"targets": ["experts"], "dropout": 0.1}, "lora.dropout: got 0.1; unset with experts"),
+    "dora": ("qwen3_moe", {"targets": ["experts"], "dora": True}, "lora.dora: got True; unset with experts"),
+    "a rank for none": ("qwen3_moe", {"expert_rank": 2}, "lora.expert_rank: got 2; unset without experts"),
+}
+
+
+@pytest.mark.parametrize("what", EXPERTS_REFUSED)
+def test_expert_settings_that_cannot_work_are_refused(what: str, tmp_path: Path):
+    family, settings, words = EXPERTS_REFUSED[what]
+    with pytest.raises(UserError, match=words):
+        built(saved(tmp_path, family), LoraSettings(rank=2, **settings))
+
+
+def test_adapter_of_another_number_of_experts_is_refused(tmp_path: Path):
+    base, folder = saved(tmp_path / "base", "qwen3_moe"), tmp_path / "adapter"
+    with_peft(base, KINDS["experts"], folder)
+    config = family_config("qwen3_moe", num_experts=2)
+    real_model(config, torch.float32).save_pretrained(tmp_path / "fewer")
+    model = built(str(tmp_path / "fewer"), LoraSettings(adapter=str(folder)))
+    with pytest.raises(UserError, match=r"experts.*there and .* here \(the number of experts is a factor\)"):
+        model.source(Chain(model.model), seed=0)
+    with pytest.raises(UserError, match=r"lora.expert_rank: got 4; 2 as in .*adapter, or unset"):
+        built(base, LoraSettings(adapter=str(folder), expert_rank=4))
 
 
 def test_mismatching_adapter_folder_is_refused_by_name(tmp_path: Path):
@@ -313,8 +366,8 @@ def test_lora_settings_without_an_adapter_are_refused():
     for given in (LoraSettings(alpha=3), LoraSettings(dora=True), LoraSettings(targets=["q_proj"])):
         with pytest.raises(UserError, match="unset without"):
             given.check()
-    with pytest.raises(UserError, match="all-linear alone"):
-        LoraSettings(rank=2, targets=["all-linear", "q_proj"]).check()
+    with pytest.raises(UserError, match="names of modules, or all-linear, or experts"):
+        LoraSettings(rank=2, targets=[]).check()
 
 
 class Towers(torch.nn.Module):

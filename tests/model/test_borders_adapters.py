@@ -10,10 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from borders import Make, assert_same, llama, opt, piped, piped_numbers, plain_numbers, right_or_refused, rows_of
-from model_families import family_config, keep_fp64, real_model
+from borders import (
+    Make,
+    assert_same,
+    llama,
+    opt,
+    packed,
+    piped,
+    piped_numbers,
+    plain_numbers,
+    right_or_refused,
+    rows_of,
+)
+from cases import from_bits
+from family_configs import tiny_config
+from model_families import keep_fp64, real_model
 from selected import quick_ones
 from tawpipe.errors import UserError
+from tawpipe.model.bits.quantized import matrices_of
+from tawpipe.model.chain import Chain
 
 peft = pytest.importorskip("peft")
 RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow)]
@@ -213,19 +228,100 @@ def test_injected_adapters_are_right_or_refused():
     right_or_refused(make, rows_of(), refused="inject_adapter|get_peft_model")
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-def test_adapters_on_expert_parameters_are_right_or_refused(recompute):
-    """Of experts, which are no linear modules."""
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    )
-    base = lambda: real_model(family_config("qwen3_moe"))  # noqa: E731
-    right_or_refused(adapted(config, base), rows_of(), refused="target_parameters", limit=1e-6, recompute=recompute)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def test_adapters_on_dense_parameters_are_right_or_refused():
+def with_experts(family: str, experts: list[str] = EXPERTS, form: str = "none") -> Make:
+    """A mixture with adapters on its experts and its queries; with ``form``, a base rounded to these bits."""
+    queries = "q_a_proj" if family == "deepseek_v3" else "q_proj"
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=[queries], target_parameters=experts)
+
+    def base() -> Any:
+        model = real_model(tiny_config(family), torch.float32).double()  # packed units hold other parameters in fp32
+        for name in matrices_of(model) if form != "none" else ():
+            if ".layers." in name:
+                model.get_parameter(name).data = from_bits(form, model.get_parameter(name))
+        return model
+
+    return adapted(config, base)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "mixtral"])
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_adapters_on_experts_train_as_in_peft(family, recompute):
+    assert right_or_refused(with_experts(family), rows_of(), recompute=recompute) == "right"
+
+
+EXPERT_WAYS: dict[str, dict[str, Any]] = {
+    "first layer alone": {"experts": EXPERTS[:1]},
+    "second layer alone": {"experts": EXPERTS[1:], "recompute": "none"},
+    "chunks": {"sequence_chunk": 5},
+    "sets": {"micro_batches_per_visit": 3, "offloaded_layers": 2},
+    "selective": {"recompute": "selective"},
+    "nf4": {"form": "nf4", "recompute": "none"},
+    "int8 in chunks": {"form": "int8", "sequence_chunk": 7},
+}
+
+
+@pytest.mark.parametrize("what", EXPERT_WAYS)
+def test_adapters_on_experts_train_as_in_peft_however_layers_run(what):
+    knobs = dict(EXPERT_WAYS[what])
+    experts, form = knobs.pop("experts", EXPERTS), knobs.pop("form", "none")
+    plain = plain_numbers(with_experts("qwen3_moe", experts, form), rows_of())
+    assert_same(piped_numbers(with_experts("qwen3_moe", experts), rows_of(), quantize=form, **knobs), plain)
+
+
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_adapters_on_experts_train_packed_documents_as_in_peft(recompute):
+    batch, documents = packed([0], [[5, 9, 2], [16], [8, 8]])
+    make = with_experts("gpt_oss")
+    assert right_or_refused(make, batch, documents=documents, recompute=recompute) == "right"
+
+
+def test_experts_keep_neither_gathered_inputs_nor_activations():
+    """Of the chosen experts' intermediate results the graph keeps the outputs of the first layer."""
+    chain = Chain(with_experts("mixtral")())
+    experts: Any = chain.layers[0].get_submodule("mlp.experts")
+    hidden = torch.randn(64, chain.width, requires_grad=True, dtype=torch.float64)
+    index, chances = torch.rand(64, 8).topk(2).indices, torch.rand(64, 2, dtype=torch.float64, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        _ = experts(hidden, index, chances)
+    for tensor in (*experts.parameters(), hidden, index, chances):
+        kept.pop(tensor.untyped_storage().data_ptr(), None)
+    assert sum(kept.values()) == 64 * 2 * experts.get_base_layer().gate_up_proj.shape[1] * 8
+
+
+def test_experts_without_tokens_get_zero_gradients():
+    def make() -> Any:
+        model = with_experts("mixtral")()
+        for layer in model.get_base_model().model.layers:
+            layer.mlp.gate.weight.data[3:] = -50 * layer.mlp.gate.weight.data[0]
+        return model
+
+    assert right_or_refused(make, rows_of(rows=1)) == "right"
+
+
+def test_adapters_on_dense_parameters_are_refused():
     config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.up_proj.weight"])
-    right_or_refused(adapted(config), rows_of(), refused="target_parameters")
+    with pytest.raises(UserError, match=r"up_proj.weight.*target_parameters are for stacked experts"):
+        piped(adapted(config))
+
+
+def test_two_active_adapters_on_experts_are_refused():
+    def make() -> Any:
+        model = with_experts("mixtral")()
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
+        model.base_model.set_adapter(["default", "other"])
+        return model
+
+    with pytest.raises(UserError, match="one active adapter"):
+        piped(make)
 
 
 def test_export_after_transformers_add_adapter_is_an_adapter_or_refused(tmp_path):

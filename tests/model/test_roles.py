@@ -124,3 +124,14 @@ def test_muon_takes_lora_matrices_but_no_magnitudes_or_tables():
     magnitude = ends["self_attn.q_proj.lora_magnitude_vector.default.weight"]
     assert magnitude[0] is torch.optim.AdamW and magnitude[1]["weight_decay"] == 0
     assert any("lora_embedding_A" in name and said[1]["weight_decay"] == 0.5 for name, said in ends.items())
+
+
+def test_muon_takes_no_adapters_of_stacked_experts():
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    with torch.device("meta"):
+        model = get_peft_model(
+            meta_model(family_config("gpt_oss")), LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts)
+        )
+    roles = roles_of(model)
+    assert {roles[name] for name in roles if ".experts." in name and "lora_" in name} == {TABLE}
+    assert {roles[name] for name in roles if "q_proj.lora_" in name} == {MATRIX}

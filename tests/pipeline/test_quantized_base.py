@@ -17,6 +17,7 @@ from tawpipe.errors import UserError
 peft = pytest.importorskip("peft")
 SETTINGS = [
     {"strategy": "tawpipe-whole", "quantize": "int8", "offloaded_layers": 3, "sequence_chunk": 7},
+    {"strategy": "tawpipe-spread", "experts": True, "recompute": "none:1,full"},
     *(
         pytest.param(knobs, marks=pytest.mark.slow)
         for knobs in (
@@ -25,14 +26,18 @@ SETTINGS = [
             {"strategy": "tawpipe-spread", "sequence_ranks": 2},
             {"strategy": "tawpipe-striped", "recompute": "none:2,selective:1,full", "offloaded_layers": 4},
             {"strategy": "weipipe"},
+            {"strategy": "tawpipe-whole", "experts": True, "quantize": "none", "sequence_ranks": 2},
+            {"strategy": "flat", "experts": True, "sequence_chunk": 5},
+            {"strategy": "1f1b", "experts": True, "quantize": "none", "recompute": "none"},
+            {"strategy": "zero-bubble", "experts": True, "quantize": "none", "recompute": "none"},
         )
     ),
 ]
 
 
-@pytest.mark.parametrize("knobs", SETTINGS, ids=lambda knobs: knobs["strategy"])
+@pytest.mark.parametrize("knobs", SETTINGS, ids=str)
 def test_quantized_base_with_adapters_matches_one_process(pool, knobs):
-    nodes, local = (4, 1) if knobs["strategy"] == "weipipe" else (2, 2)
+    nodes, local = {"weipipe": (4, 1), "1f1b": (2, 1), "zero-bubble": (2, 1)}.get(knobs["strategy"], (2, 2))
     worst, changed, _ = pool.run("cases:lora", nodes, local, **{"quantize": "nf4", **knobs})[0]
     assert worst < (1e-5 if "dtype" in knobs else 1e-10)
     assert changed and all("lora_" in name for name in changed)

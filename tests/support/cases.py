@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from pipelines import make_pipeline
@@ -71,6 +72,7 @@ def _norm_in_own_dtype(self: Any, hidden: Tensor) -> Tensor:
 
 _norm_in_own_dtype.__module__ = LlamaRMSNorm.__module__  # or every model here would be one that needs a check
 LlamaRMSNorm.forward = _norm_in_own_dtype  # type: ignore[method-assign, assignment]
+GptOssRMSNorm.forward = _norm_in_own_dtype  # type: ignore[method-assign, assignment]
 
 
 def llama(dtype: torch.dtype, *, tied: bool = False, dropout: float = 0.0, layers: int = LAYERS) -> LlamaForCausalLM:
@@ -89,6 +91,29 @@ def llama(dtype: torch.dtype, *, tied: bool = False, dropout: float = 0.0, layer
     )
     torch.manual_seed(7)
     model: Any = LlamaForCausalLM(config)
+    return model.to(dtype)
+
+
+def mixture(dtype: torch.dtype) -> GptOssForCausalLM:
+    """Four layers whose experts are stacked, with biases, and stored the other way round than linear layers."""
+    config = GptOssConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    torch.manual_seed(7)
+    model: Any = GptOssForCausalLM(config)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
     return model.to(dtype)
 
 
@@ -398,7 +423,8 @@ def families(
 
 def from_bits(form: str, values: Tensor) -> Tensor:
     """What is left of a matrix in ``nf4`` or ``int8``, element by element as the papers say it."""
-    blocks = F.pad(values.detach().float().flatten(), (0, -values.numel() % 64)).view(-1, 64)
+    exact = torch.empty(values.shape).copy_(values.detach())  # fp32, also where tests keep ``to`` from narrowing
+    blocks = F.pad(exact.flatten(), (0, -values.numel() % 64)).view(-1, 64)
     largest = blocks.abs().amax(1, keepdim=True)
     if form == "nf4":
         table = torch.tensor(NF4)
@@ -417,24 +443,31 @@ def lora(
     steps: int = 2,
     delays: float = 0.0,
     layers: list[int] | None = None,
+    experts: bool = False,
     **knobs: Any,
 ) -> tuple[float, list[str], list[float]]:
-    """A frozen model with adapters, on all layers or some: the difference to a plain loop, what changed, all losses."""
+    """A frozen model with adapters, on all layers or some: the difference to a plain loop, what changed, all losses.
+
+    Args:
+        experts: a mixture, with adapters on its experts, too.
+    """
     from peft import LoraConfig, get_peft_model
 
     kind = getattr(torch, dtype)
 
     def make() -> Any:
-        model = llama(kind)
+        model = mixture(kind) if experts else llama(kind)
         torch.manual_seed(11)
-        targets = {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": layers}
+        targets: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": layers}
+        targets |= {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]} if experts else {}
         return get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, **targets)).to(kind)
 
     plain = make()
     if quantize != "none":
         with torch.no_grad():
             for name, parameter in plain.named_parameters():
-                if ".layers." in name and not parameter.requires_grad and parameter.ndim == 2:
+                matrix = parameter.ndim == 3 or (parameter.ndim == 2 and "router" not in name and "bias" not in name)
+                if ".layers." in name and not parameter.requires_grad and matrix:
                     parameter.copy_(from_bits(quantize, parameter))
     before = {n: p.detach().clone() for n, p in plain.get_base_model().named_parameters()}
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1)

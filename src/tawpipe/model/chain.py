@@ -24,6 +24,7 @@ from tawpipe.model.bits.quantized import NONE, check_form, matrices_of
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery.discovery import Discovery, discover, embedding_width
 from tawpipe.model.discovery.first_call import ValuesBefore, first_call
+from tawpipe.model.experts.adapted import take_adapters
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.mixers.in_turn import embed_in_turn
@@ -67,7 +68,8 @@ class Chain(UnitBinding):
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM``, usually on the meta device, or a ``peft`` model around one. Its
-            attention implementation is replaced by ours. Nothing else of it changes before ``prepare``.
+            attention implementation is replaced by ours, and the way in which adapters on stacked experts compute.
+            Nothing else of it changes before ``prepare``.
         loss: function used instead of the cross-entropy over the vocabulary; see ``Loss``.
 
     Raises:
@@ -82,6 +84,7 @@ class Chain(UnitBinding):
         refuse_adapters(model)
         self.model = inner_model(model)
         refuse_unsupported(self.model)
+        take_adapters(self.model)
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
         """Name of the attention implementation that the model used before."""

@@ -152,11 +152,6 @@ def refuse_adapters(model: nn.Module) -> None:
         )
     if any(config.is_prompt_learning for config in configs.values()):
         raise unsupported(names, f"virtual tokens in front of a document are not supported; {advice}")
-    if any(getattr(config, "target_parameters", None) for config in configs.values()):
-        raise unsupported(
-            "target_parameters",
-            "adapters of single parameters change weights while they compute; name layers in target_modules instead",
-        )
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs.values()):
         raise unsupported(
             "alora_invocation_tokens",

@@ -10,7 +10,9 @@ from torch import nn
 
 MATRIX, VECTOR, TABLE = "matrix", "vector", "table"
 """Roles of parameters. Matrix: the weight of a linear layer or of a router. Vector: a norm, a bias or another parameter
-without weight decay. Table: all others, such as embeddings, convolution kernels and stacked experts."""
+without weight decay. Table: all others, such as embeddings, convolution kernels, stacked experts and their adapters."""
+_OF_EXPERTS = re.compile(r"\.experts(\.base_layer)*\.lora_")
+"""Pattern for names of adapters on stacked experts: one matrix holds the ranks of all experts."""
 _VECTORS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)|(^|\.)(A_log|D)$", re.IGNORECASE)
 """Pattern for names of vectors, or of modules that hold them. It covers the names in transformers'
 ``Trainer.get_decay_parameter_names``, and the two parameters of Mamba's state space that its authors do not decay."""
@@ -25,6 +27,8 @@ def roles_of(model: nn.Module) -> dict[str, str]:
 def _role(name: str, parameter: nn.Parameter, owner: nn.Module) -> str:
     """Return the role of a parameter; ``MATRIX``, ``VECTOR`` and ``TABLE`` say what belongs to each."""
     last, kind = ".".join(name.split(".")[-2:]), type(owner).__name__.lower()
+    if _OF_EXPERTS.search(name):
+        return TABLE
     if parameter.ndim < 2 or getattr(parameter, "_no_weight_decay", False):
         return VECTOR
     # A linear layer inside a module that is called a norm (DBRX, gated norms) keeps its role.

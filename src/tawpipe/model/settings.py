@@ -85,7 +85,7 @@ def key_of(name: str) -> str:
     return f"rope.{name}"
 
 
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,13 @@ class LoraSettings:
     lora.adapter."""
     dropout: float | None = bounded(None, minimum=0, below=1)
     """Dropout probability of the adapter's inputs in training. null takes 0, or keeps the dropout of lora.adapter."""
+    expert_rank: int | None = bounded(None, minimum=1)
+    """Rank of each expert's adapter, for targets that are experts. null takes rank."""
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Modules that get an adapter, by the ends of their names (target_modules of peft), for example q_proj v_proj.
-    all-linear means all linear layers except the head, or the targets of lora.adapter. Experts stacked in one tensor
-    are not linear layers."""
+    all-linear means all linear layers except the head, or the targets of lora.adapter. experts means the experts of a
+    mixture that are stacked in one tensor, also beside others (all-linear experts). The end of such a tensor's name,
+    for example experts.down_proj, names only that tensor (target_parameters of peft)."""
     dora: bool = False
     """Use DoRA: also train the norms of the adapted weights."""
     rslora: bool = False
@@ -119,9 +122,9 @@ class LoraSettings:
     def check(self) -> None:
         """Raise UserError for settings that cannot work with any model.
 
-        ``targets`` must not be empty, and ``all-linear`` stands alone. Other settings need ``rank`` or ``adapter``."""
-        if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
-            raise UserError("lora.targets", self.targets, f"names of modules, or {ALL_LINEAR} alone")
+        ``targets`` must not be empty. Other settings need ``rank`` or ``adapter``."""
+        if not self.targets:
+            raise UserError("lora.targets", self.targets, f"names of modules, or {ALL_LINEAR}, or {EXPERTS}")
         if self.active:
             return
         for setting in fields(self):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -225,8 +226,12 @@ class Conversion:
 
 
 def base_name(name: str) -> str:
-    """Return the name that a parameter has without ``peft`` around its module."""
-    return name.replace(".base_layer.", ".")
+    """Return the name that a parameter has without ``peft`` around its module.
+
+    >>> base_name("mlp.experts.base_layer.base_layer.down_proj")  # one layer of peft for each adapted parameter
+    'mlp.experts.down_proj'
+    """
+    return re.sub(r"(\.base_layer)+(?=\.)", "", name)
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

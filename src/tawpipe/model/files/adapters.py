@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 from tawpipe.extras import install_hint
+from tawpipe.model.experts.adapted import stacked_experts
 from tawpipe.model.refuse import unsupported
-from tawpipe.model.settings import ALL_LINEAR, LoraSettings
+from tawpipe.model.settings import ALL_LINEAR, EXPERTS, LoraSettings
 from tawpipe.model.weights import base_name, canonical_names, is_adapter
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ _MORE_THAN_LORA = (
     "modules_to_save",
     "trainable_token_indices",
     "layer_replication",
-    "target_parameters",
     "alora_invocation_tokens",
 )
 
@@ -61,16 +61,25 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str, com
         config = _config_of(lora)
     else:
         assert lora.rank is not None
+        modules, experts = _split_targets(spec, model, lora.targets)
+        for name, value in (("dropout", lora.dropout), ("dora", lora.dora), ("expert_rank", lora.expert_rank)):
+            if value and bool(experts) != (name == "expert_rank"):
+                expected = f"unset {'with' if experts else 'without'} experts among the targets (lora.targets)"
+                raise UserError(f"lora.{name}", value, expected)
+        rank = lora.expert_rank or lora.rank
         config = LoraConfig(
             r=lora.rank,
             lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
             lora_dropout=lora.dropout or 0.0,
-            target_modules=_linear_layers(model) if lora.targets == [ALL_LINEAR] else sorted(lora.targets),
+            target_modules=modules,
+            target_parameters=experts or None,
+            rank_pattern=dict.fromkeys(experts, rank) if rank != lora.rank else {},
+            alpha_pattern=dict.fromkeys(experts, 2 * rank) if rank != lora.rank and lora.alpha is None else {},
             use_dora=lora.dora,
             use_rslora=lora.rslora,
             task_type="CAUSAL_LM",
         )
-        _check_targets(spec, model, lora.targets)
+    named = set(config.target_parameters or ())
     setting = ("lora.adapter", lora.adapter) if lora.adapter else ("lora.targets", lora.targets)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about renamed and tied base models, which exports check
@@ -79,8 +88,9 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str, com
         except ValueError as error:
             raise UserError(*setting, f"modules of {spec} that peft can adapt ({error})") from error
     config.base_model_name_or_path, config.revision = base, commit or None
-    if config.target_parameters:
-        raise UserError(*setting, f"other modules: peft takes these for experts, which are one tensor each in {spec}")
+    if more := set(config.target_parameters or ()) - named:
+        expected = f"other modules: peft takes these for experts, which are one tensor each in {spec} ({min(more)}); "
+        raise UserError(*setting, f"{expected}{EXPERTS} adapts them, and the ends of longer names other layers")
     return adapted
 
 
@@ -107,12 +117,11 @@ def _config_of(lora: LoraSettings) -> Any:
         how = "save_pretrained(..., path_initial_model_for_weight_conversion=...) of peft converts it"
         changed = f"its start ({config.init_lora_weights}) changed the base model's weights"
         raise UserError("lora.adapter", lora.adapter, f"an adapter of the plain base model; {changed}; {how}")
-    names = config.target_modules
-    names = [names] if isinstance(names, str) else sorted(names)
     for setting, value, has in (
         ("rank", lora.rank, config.r),
+        ("expert_rank", lora.expert_rank, _expert_rank(config)),
         ("alpha", lora.alpha, config.lora_alpha),
-        ("targets", None if lora.targets == [ALL_LINEAR] else sorted(lora.targets), names),
+        ("targets", None if lora.targets == [ALL_LINEAR] else sorted(lora.targets), _targets(config)),
         ("dora", lora.dora or None, config.use_dora),
         ("rslora", lora.rslora or None, config.use_rslora),
     ):
@@ -134,12 +143,44 @@ def check_adapter(folder: Path) -> None:
         )
 
 
+def _targets(config: Any) -> list[str]:
+    """Return the names of the modules and of the parameters that a config of ``peft`` adapts."""
+    names = config.target_modules or []
+    return sorted({*([names] if isinstance(names, str) else names), *(config.target_parameters or ())})
+
+
+def _expert_rank(config: Any) -> int | None:
+    """Return the largest rank of each expert's adapters in a config of ``peft``, or None without such adapters."""
+    from peft.utils.other import get_pattern_key
+
+    ranks = config.rank_pattern
+    return max((ranks.get(get_pattern_key(ranks, n), config.r) for n in config.target_parameters or ()), default=None)
+
+
+def _split_targets(spec: str, model: nn.Module, targets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names of modules and of stacked experts for ``peft``, from the targets in the settings.
+
+    Raises:
+        UserError: the model lacks a target.
+    """
+    stacked = stacked_experts(model)
+    ends = {target: [name for name in stacked if f".{name}".endswith(f".{target}")] for target in targets}
+    ends |= {EXPERTS: stacked} if EXPERTS in ends else {}
+    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    experts = sorted({name for target, names in ends.items() if target not in modules - {EXPERTS} for name in names})
+    if EXPERTS in ends and not experts:
+        expected = f"names of modules: {spec} has no experts that are stacked in a form that can have adapters"
+        raise UserError("lora.targets", EXPERTS, expected)
+    others = [target for target in targets if not set(experts) & set(ends[target])]
+    _check_targets(spec, model, [target for target in others if target != ALL_LINEAR])
+    linear = _linear_layers(model) if ALL_LINEAR in others else []
+    return sorted({*others, *linear} - {ALL_LINEAR}), experts
+
+
 def _check_targets(spec: str, model: nn.Module, targets: Sequence[str]) -> None:
     """Raise UserError for target names that the model lacks: ``peft`` ignores them if another target exists."""
     from transformers.pytorch_utils import Conv1D
 
-    if list(targets) == [ALL_LINEAR]:
-        return
     kinds = (nn.Linear, Conv1D, nn.Embedding)
     known = {name: isinstance(module, kinds) for name, module in model.named_modules() if name}
     ends = sorted({name.rpartition(".")[2] for name, fits in known.items() if fits} - {""})
@@ -149,8 +190,8 @@ def _check_targets(spec: str, model: nn.Module, targets: Sequence[str]) -> None:
             continue
         near = difflib.get_close_matches(target, ends, n=1)
         words = f"the end of a linear layer's name in {spec}: {', '.join(ends)}; or {ALL_LINEAR}"
-        if experts := _experts(model, " and "):
-            words += f"; {experts} are stored as one tensor each and get no adapters"
+        if experts := stacked_experts(model):
+            words += f"; or {EXPERTS}, or one of them: {', '.join(experts)}"
         raise UserError("lora.targets", target, words + (f"; did you mean {near[0]}?" if near else ""))
 
 
@@ -193,12 +234,6 @@ def _means_experts(model: nn.Module, name: str) -> bool:
     return bool(config.target_parameters)
 
 
-def _experts(model: nn.Module, between: str) -> str:
-    """Return the last parts of the names of expert matrices that are stored as one tensor, joined by ``between``."""
-    names = {name for name, parameter in model.named_parameters() if parameter.ndim > 2 and "experts" in name}
-    return between.join(sorted({name.rpartition(".")[2] for name in names}))
-
-
 def other_base_words(adapter: Path, spec: str) -> str:
     """Return a line with both names if an adapter was made on another base than ``spec``, or ``""``.
 
@@ -230,15 +265,18 @@ def adapter_words(outer_model: Any) -> str:
         return ""
     model = outer_model.get_base_model()
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "reset_lora_parameters")]
-    ends = sorted({name.rpartition(".")[2] for name, _ in layers})
+    experts = sorted({module.parameter_name for _, module in layers if hasattr(module, "parameter_name")})
+    ends = sorted({name.rpartition(".")[2] for name, module in layers if not hasattr(module, "parameter_name")})
+    ends += [f"experts.{name}" for name in experts]
     kinds = [word for word, used in (("DoRA", facts["dora"]), ("rsLoRA", facts["rslora"])) if used]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    each = f" ({facts['expert_rank']} for each expert)" if experts else ""
     words = (
-        f"{' and '.join(kinds) or 'LoRA'} of rank {facts['rank']}, alpha {facts['alpha']}, on {len(layers)} modules "
-        f"({', '.join(ends)}): {trained:,} parameters"
+        f"{' and '.join(kinds) or 'LoRA'} of rank {facts['rank']}{each}, alpha {facts['alpha']}, on {len(layers)} "
+        f"modules ({', '.join(ends)}): {trained:,} parameters"
     )
-    experts = _experts(model, ", ")
-    return words + (f"; the experts ({experts}) are stored as one tensor each and get none" if experts else "")
+    without = not experts and ", ".join(stacked_experts(model))
+    return words + (f"; the experts ({without}) get none (--lora.targets all-linear experts)" if without else "")
 
 
 def adapter_facts(model: Any) -> dict[str, Any]:
@@ -247,15 +285,15 @@ def adapter_facts(model: Any) -> dict[str, Any]:
     if configs is None:
         return {}
     config = configs[model.active_adapter]
-    names = config.target_modules
+    expert_rank = _expert_rank(config)
     return {
         "rank": config.r,
         "alpha": config.lora_alpha,
         "dropout": config.lora_dropout,
-        "targets": [names] if isinstance(names, str) else sorted(names),
+        "targets": _targets(config),
         "dora": bool(config.use_dora),
         "rslora": bool(config.use_rslora),
-    }
+    } | ({} if expert_rank is None else {"expert_rank": expert_rank})
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -349,6 +387,7 @@ class AdapterValues:
         for name, key in self._keys.items():
             if stored[key] != shapes[name]:
                 sizes = f"{key} is {list(stored[key])} there and {list(shapes[name])} here"
+                sizes += " (the number of experts is a factor)" if ".experts." in name else ""
                 raise UserError("lora.adapter", str(folder), f"an adapter of this model: {sizes}")
 
     def parameter(self, name: str) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain, inner_model
+from tawpipe.model.experts.adapted import LowRank
 from tawpipe.model.units import Unit
 from tawpipe.model.weights import base_name, canonical_names, is_adapter
 
@@ -29,6 +30,8 @@ def refuse_unmergeable(outer_model: nn.Module) -> None:
             raise UserError(setting, True, f"false: {name} is trained as a whole (modules_to_save)")
     names = canonical_names(model)
     for name, layer in layers.items():
+        if hasattr(layer, "parameter_name"):  # of experts, which are never tied and have no bias of their own
+            continue
         base = names[f"{name}.base_layer.weight"]
         if tied := [base_name(other) for other, canonical in names.items() if canonical == base and other != base]:
             words = f"false: {base_name(base)} has an adapter and is tied to {tied[0]}, which has none"
@@ -61,6 +64,8 @@ class Merged:
         Collective: every rank must call it."""
         peft_name = self._names[name]
         path, base, leaf = peft_name.rpartition(".base_layer.")
+        while base and not self._adapts(path, leaf):  # experts have one layer of peft for each adapted parameter
+            path, base, _ = path.rpartition(".base_layer")
         if not base:
             return self._get(peft_name)
         layer: Any = self._model.get_submodule(path)
@@ -74,6 +79,10 @@ class Merged:
             layer, leaf, value, {part: self._adapters[self._units[full].index][full] for part, full in parts.items()}
         )
 
+    def _adapts(self, path: str, leaf: str) -> bool:
+        """Return True if the layer of ``peft`` at ``path`` may change the parameter ``leaf`` of its base layer."""
+        return getattr(self._model.get_submodule(path), "parameter_name", leaf) == leaf
+
     def _collect(self, unit: Unit) -> dict[str, Tensor | None]:
         """Collect the adapter tensors of a unit, by canonical name."""
         return {slot.name: self._get(slot.name) for slot in unit.slots if is_adapter(self._model, slot.name)}
@@ -81,16 +90,19 @@ class Merged:
 
 @torch.no_grad()
 def _merge(layer: Any, leaf: str, value: Tensor, adapters: dict[str, Tensor | None]) -> Tensor:
-    """Return the weight or bias ``leaf`` of a layer with the adapter merged in.
+    """Return the parameter ``leaf`` of a layer with the adapter merged in.
 
-    ``peft`` merges a copy of the layer.
+    ``peft`` merges a copy of the layer. Experts are merged one by one, since a copy of all could be too large.
 
     Args:
         layer: a ``peft`` layer.
-        leaf: ``weight`` or ``bias``.
+        leaf: name of the parameter in the base layer, for example ``weight``.
         value: the base value.
         adapters: the layer's adapter tensors, by name within the layer.
     """
+    if hasattr(layer, "parameter_name"):
+        low_rank = LowRank.of(layer, adapters)
+        return low_rank.merged(value.clone(), transposed=layer.get_base_layer().is_transposed)
     memo: dict[int, Any] = {}
     for name, parameter in layer.named_parameters():
         if name == f"base_layer.{leaf}":

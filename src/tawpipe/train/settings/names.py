@@ -42,6 +42,7 @@ ELSEWHERE = {
     "lora-dropout": "{lora.dropout}",
     "lora-r": "{lora.rank}",
     "lora-target-modules": "{lora.targets}",
+    "lora-target-parameters": "{lora.targets}",
     "lr": "{learning_rate}",
     "lr-scheduler-type": "{optimizer.schedule}",
     "max-grad-norm": "{optimizer.clip_norm}",

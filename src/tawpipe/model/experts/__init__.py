@@ -1,0 +1,1 @@
+"""Experts of mixtures: their LoRA adapters."""
