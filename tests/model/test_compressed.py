@@ -19,8 +19,9 @@ from transformers import (
 
 from served_families import ALONE
 from tawpipe.errors import UserError
-from tawpipe.model.bits.compressed import packed, unpacked
+from tawpipe.model.bits.compressed import packed
 from tawpipe.model.bits.lowbit import FewBitsLinear, dequantise_rows, quantise_rows
+from tawpipe.model.bits.stored import unpacked
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.export import export_hugging_face
 from tawpipe.model.files.pretrained import SafetensorsSource

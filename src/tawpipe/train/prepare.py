@@ -233,7 +233,7 @@ def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
     console.notice(built.other_base_words, other_commit_words(state, built))
     name, why = chosen_dtype(config.dtype, world, state.dtype if state is not None else "")
     dtype = DTYPES[name]
-    console.notice(built.balance_words, built.wide_words(chain, dtype))
+    console.notice(built.published_words, built.balance_words, built.wide_words(chain, dtype))
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
     optimizer, line = resumed_factory(factory_of(config), run.start, chain.units)
     console.notice(line)

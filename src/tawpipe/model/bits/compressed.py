@@ -7,15 +7,14 @@ int8. Embeddings, heads, norms and routers stay unchanged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
-from pathlib import Path
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tawpipe.errors import UserError
-from tawpipe.model.bits.lowbit import GROUP, dequantise_rows, quantise_rows
+from tawpipe.model.bits.lowbit import quantise_rows
 from tawpipe.model.bits.quantized import matrices_of
 
 PLAIN = "hf"
@@ -153,62 +152,3 @@ def packed(codes: Tensor) -> Tensor:
     for place in range(PER_WORD):
         words |= (codes[:, place::PER_WORD].to(torch.int32) + 8) << 4 * place
     return words
-
-
-def unpacked(words: Tensor) -> Tensor:
-    """Unpack int32 [out, in / 8] into codes from -8 to 7, int8 [out, in]; the inverse of ``packed``."""
-    places = [(words >> 4 * place & 15) - 8 for place in range(PER_WORD)]
-    return torch.stack(places, dim=2).flatten(1).to(torch.int8)
-
-
-class FewBitsTensors:
-    """Reads the tensors of a folder by the names that they have in full precision.
-
-    Args:
-        files: tensor name -> the file that contains it.
-    """
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
-        stems = [name.removesuffix(SCALE) for name in files if name.endswith(SCALE)]
-        self._few = {stem + WEIGHT: stem + key for stem in stems for key in (WEIGHT, PACKED) if stem + key in files}
-        """Name of a quantised matrix -> name of its codes in the folder."""
-        extra = {name.removesuffix(WEIGHT) + part for name in self._few for part in (PACKED, SCALE, SHAPE)}
-        self.files = {name: file for name, file in files.items() if name not in extra}
-        self.files |= {name: files[name.removesuffix(WEIGHT) + SCALE] for name in self._few}
-        """Tensor name -> a file; for a quantised matrix the file with its scales."""
-
-    def codes(self, name: str, opened: Callable[[Path], Any]) -> tuple[Tensor, Tensor] | None:
-        """Return codes and scales of a matrix in the form of ``lowbit.quantise_rows``, or None if the folder has none.
-
-        They are also None if the folder's group size or scales do not fit that form.
-
-        Args:
-            name: name of the matrix in full precision.
-            opened: function that opens a file.
-        """
-        if name not in self._few:
-            return None
-        codes, scales = self._stored(name, opened)
-        if self._few[name] == name:
-            return codes, scales.float()
-        as_ours = scales.shape[1] * GROUP == codes.shape[1] and scales.equal(scales.bfloat16().to(scales.dtype))
-        return (codes, scales.bfloat16()) if as_ours else None
-
-    def tensor(self, name: str, opened: Callable[[Path], Any]) -> Tensor:
-        """Return a tensor; a quantised matrix is dequantised to fp32."""
-        if name in self._few:
-            return dequantise_rows(*self._stored(name, opened), torch.float32)
-        return opened(self._files[name]).get_tensor(name)
-
-    def _stored(self, name: str, opened: Callable[[Path], Any]) -> tuple[Tensor, Tensor]:
-        """Return the codes of a quantised matrix, int8 [out, in], and its scales as stored."""
-        keys = self._few[name], name.removesuffix(WEIGHT) + SCALE
-        codes, scales = (opened(self._files[key]).get_tensor(key) for key in keys)
-        return codes if keys[0] == name else unpacked(codes), scales
-
-    def shape(self, name: str, opened: Callable[[Path], Any]) -> tuple[int, ...]:
-        """Return the shape of a tensor in full precision, from its file's header."""
-        key = self._few.get(name, name)
-        shape = tuple(opened(self._files[key]).get_slice(key).get_shape())
-        return (*shape[:-1], shape[-1] * PER_WORD) if key != name else shape

@@ -13,6 +13,7 @@ import torch
 
 from tawpipe.errors import UserError
 from tawpipe.model.attention.indexers import freeze_indexers, frozen_words
+from tawpipe.model.bits.published import quantization_of
 from tawpipe.model.buffers import wide_parameters, wide_words
 from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.files.adapters import adapter_facts, adapter_words, freeze, other_base_words, with_adapter
@@ -25,6 +26,7 @@ from tawpipe.model.files.pretrained import (
     count_files,
     files_to_fetch,
     has_weights,
+    published_words,
     stored_dtype,
     unread_files,
 )
@@ -120,6 +122,13 @@ class BuiltModel:
         if unread := unread_files(self.folder):
             words += f"; not read: {', '.join(unread)}"
         return words if self.adapter is None else f"{words}; adapter: {self.adapter}"
+
+    @property
+    def published_words(self) -> str:
+        """Line about the form of quantised weights and their use in training, or ``""`` for dense weights."""
+        words = "" if self.folder is None else published_words(self.folder)
+        use = "frozen base" if self.adapter_settings else "training starts from the widened values"
+        return f"weights: {words}; {use}" if words else ""
 
     @property
     def adapter_settings(self) -> dict[str, Any]:
@@ -286,6 +295,7 @@ def resolve_model(spec: str) -> Path | None:
         if not (path / "config.json").is_file():
             raise unsupported(spec, "the folder must hold a config.json")
         check_weights(path)
+        quantization_of(path)
         return path
     expected = "expected a folder with config.json, owner/model or owner/model@revision on the Hub, or one of "
     expected += ", ".join(PRESETS)
@@ -299,8 +309,11 @@ def resolve_model(spec: str) -> Path | None:
         folder = Path(
             snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_OTHER_FORMS)
         )
+        quantization_of(folder)
         commit = commit_of(folder) or revision  # the branch may have a newer commit by now
         snapshot_download(name, revision=commit, allow_patterns=files_to_fetch(folder))
+    except UserError:
+        raise
     except Exception as error:  # its exceptions have no common base class
         raise unsupported(spec, f"{expected}; the Hub answered: {_first_line(error)}") from error
     if not has_weights(folder):

@@ -176,7 +176,8 @@ def _config(chain: Chain, base: Path | None, dtype: torch.dtype, *, both_forms: 
     ropes = [(each.get(key) or {} if key else each).get("rope_parameters") for each in (now, before)]
     if both_forms:
         write_both_forms(part, ropes[0], changed=ropes[0] != ropes[1])
-    content.pop("quantization_config", None)
+    for each in (content, part):
+        each.pop("quantization_config", None)
     return content
 
 

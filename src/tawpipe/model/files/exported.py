@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from tawpipe.errors import UserError
+from tawpipe.model.bits.published import tensor_headers
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.build import build_model
 from tawpipe.model.files.carried import has_own_code, open_tokenizer, tokenizers_agree
-from tawpipe.model.files.pretrained import SafetensorsSource, tensor_headers
+from tawpipe.model.files.pretrained import SafetensorsSource
 
 Written = Mapping[str, tuple[torch.dtype, list[int]]]
 """Tensor name -> its dtype and shape."""

@@ -8,14 +8,14 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tawpipe.model.bits.compressed import FewBitsTensors
+from tawpipe.model.bits.published import PublishedTensors, quantization_of, tensor_headers, widened_dtype
 from tawpipe.model.buffers import persistent_buffers
 from tawpipe.model.chain import Chain
 from tawpipe.model.facts import Fact, Facts, config_facts, tensor_facts, value_digest
@@ -58,7 +58,7 @@ class SafetensorsSource:
         self.digests: dict[str, str] | None = None
         """Set it to a dictionary to collect, by name, the digest of every parameter of the folder read in a frozen
         unit."""
-        self._tensors = FewBitsTensors(_files_by_key(self._folder))
+        self._tensors = PublishedTensors(self._folder, _files_by_key(self._folder))
         self._files = self._tensors.files
         self._init: InitSource | None = None
         self._trained = None if adapter is None else AdapterValues(chain, adapter)
@@ -199,8 +199,8 @@ class SafetensorsSource:
 
         opened = cache(lambda path: safe_open(path, framework="pt"))
         for group in self._groups.values():
+            stored = self._tensors.shape(group.sources[0][0], opened)  # checks scales as well
             if isinstance(group.rule, WeightRenaming):
-                stored = self._tensors.shape(group.sources[0][0], opened)
                 self._check_shape(group.target, tuple(state[group.target].shape), stored)
 
     def _check_shape(self, name: str, expected: tuple[int, ...], stored: tuple[int, ...]) -> None:
@@ -376,18 +376,28 @@ def unread_files(folder: Path) -> list[str]:
     )
 
 
+def published_words(folder: Path) -> str:
+    """Return the form of a folder's quantised weights and the dtype that they are widened to; empty if dense."""
+    tensors = PublishedTensors(folder, _files_by_key(folder))
+    return f"{tensors.words}, widened to {str(tensors.dtype).removeprefix('torch.')}" if tensors.words else ""
+
+
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
     """Return tensor name -> its dtype in a folder, for floating-point numbers of 16 bits or more.
 
-    The result is empty for a folder without weights."""
-    headers = tensor_headers(_files_by_key(folder).values()).items() if has_weights(folder) else ()
-    return {name: dtype for name, (dtype, _) in headers if _is_plain(dtype)}
+    Quantised tensors have the dtype that they are widened to. The result is empty for a folder without weights."""
+    dtypes = PublishedTensors(folder, _files_by_key(folder)).dtypes() if has_weights(folder) else {}
+    return {name: dtype for name, dtype in dtypes.items() if _is_plain(dtype)}
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
     """Return the dtype of most numbers in a folder, among floating-point numbers of 16 bits or more.
 
-    Weights are not trained in fewer bits. Without any, it is fp32."""
+    Weights are not trained in fewer bits. Without any, it is fp32. For quantised weights it is the dtype that they are
+    widened to."""
+    config, settings = quantization_of(folder)
+    if settings:
+        return widened_dtype(config)
     counts = Counter[torch.dtype]()
     for dtype, shape in tensor_headers(_files_by_key(folder).values()).values():
         counts[dtype] += torch.Size(shape).numel() if _is_plain(dtype) else 0
@@ -396,19 +406,6 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 def _is_plain(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
-
-
-def tensor_headers(files: Iterable[Path]) -> dict[str, tuple[torch.dtype, list[int]]]:
-    """Return tensor name -> its dtype and shape, from the headers of safetensors files."""
-    from safetensors import safe_open
-
-    headers: dict[str, tuple[torch.dtype, list[int]]] = {}
-    for path in sorted(set(files)):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                part = file.get_slice(key)
-                headers[key] = part[:0].dtype if part.get_shape() else file.get_tensor(key).dtype, part.get_shape()
-    return headers
 
 
 def check_weights(folder: Path) -> None:

@@ -1,0 +1,448 @@
+"""Reads folders of quantised weights, as their publishers have them, tensor by tensor as if they were dense.
+
+The form is the ``quant_method`` in config.json, and the names of the tensors must fit it. These forms are read: FP8 (in
+blocks, as in DeepSeek's folders, or with a scale for each tensor), MXFP4 (gpt-oss), nf4, fp4 and int8 of bitsandbytes,
+and integers and FP8 of compressed-tensors. Values equal those of each format's library in every bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tawpipe.model.bits.lowbit import GROUP
+from tawpipe.model.bits.stored import E2M1, StoredTensor, unpacked
+from tawpipe.model.refuse import unsupported
+
+FP8, MXFP4, BITSANDBYTES, COMPRESSED = "fp8", "mxfp4", "bitsandbytes", "compressed-tensors"
+PARTS: dict[str, dict[str, tuple[str, str]]] = {
+    FP8: {
+        "_scale_inv": ("", "scales"),
+        ".weight_scale": (".weight", "scales"),
+        ".qscale_weight": (".weight", "scales"),
+        ".scale": (".weight", "scales"),
+    },
+    MXFP4: {"_blocks": ("", "codes"), "_scales": ("", "scales")},
+    BITSANDBYTES: {
+        ".absmax": ("", "scales"),
+        ".quant_map": ("", "table"),
+        ".nested_absmax": ("", "nested scales"),
+        ".nested_quant_map": ("", "nested table"),
+        ".quant_state.bitsandbytes__nf4": ("", "state"),
+        ".quant_state.bitsandbytes__fp4": ("", "state"),
+        ".SCB": (".weight", "scales"),
+        ".weight_format": (".weight", "layout"),
+    },
+    COMPRESSED: {
+        ".weight_packed": (".weight", "codes"),
+        ".weight_scale": (".weight", "scales"),
+        ".weight_zero_point": (".weight", "zeros"),
+        ".weight_shape": (".weight", "shape"),
+        ".weight_g_idx": (".weight", "groups"),
+    },
+}
+"""``quant_method`` -> end of a tensor's name -> what replaces it in the dense tensor's name, and the tensor's role."""
+MARKS = {
+    FP8: ("_scale_inv", ".qscale_weight"),
+    MXFP4: ("_proj_blocks",),
+    BITSANDBYTES: (".absmax", ".SCB"),
+    COMPRESSED: (".weight_packed", ".weight_scale"),
+    "gptq or awq": (".qweight",),
+}
+"""Form -> ends of names that dense folders do not have."""
+OF_ACTIVATIONS = re.compile(r"[._](activation_scale|(input|output|[qkv])_(scale|zero_point|global_scale)|qscale_act)$")
+"""Pattern for names of tensors that round activations, which training does not use."""
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+"""Values of ``format`` in a ``quantization_config`` of compressed-tensors that are read."""
+READ = "dense, fp8, mxfp4, bitsandbytes or compressed-tensors weights"
+OF_127 = 7.874015718698502e-3
+"""1 / 127 as bitsandbytes rounds it."""
+OPEN = Callable[[Path], Any]
+"""Function that opens a safetensors file."""
+
+
+def quantization_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the content of a folder's config.json, and its ``quantization_config``; empty for dense weights.
+
+    No weight is read.
+
+    Raises:
+        UserError: config.json cannot be read, or weights in its form are not supported.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        config = {}
+    except (OSError, ValueError) as error:
+        raise unsupported(str(folder), f"its config.json cannot be read ({error})") from error
+    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
+    method = settings.get("quant_method") or (BITSANDBYTES if "load_in_4bit" in settings else "")
+    if not settings or method in PARTS:
+        return config, settings | {"quant_method": method} if settings else {}
+    way = f"expected {READ}; take the model's folder in bf16 or FP8"
+    if method == "awq":
+        code = "from compressed_tensors.entrypoints.convert import AutoAWQConverter as A, convert_checkpoint as c; "
+        code += f'c("{folder}", "{folder.name}-w4a16", A.from_pretrained("{folder}"))'
+        way += f", or convert it to compressed-tensors: python -c '{code}'"
+    raise unsupported(str(folder), f"its weights are in the form {method}, which is not read; {way}")
+
+
+def widened_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype of the dense weights that quantised ones stand for: the config's, or bf16 if it names none."""
+    levels = (config, config.get("text_config") or {})
+    named = [level.get(key) for level in levels for key in ("dtype", "torch_dtype")]
+    dtype = getattr(torch, str(next(filter(None, named), "")).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) and dtype.itemsize > 1 else torch.bfloat16
+
+
+class PublishedTensors:
+    """Tensors of a folder by the names that they have in full precision.
+
+    Args:
+        folder: the folder, with its config.json.
+        files: tensor name -> the file that contains it.
+
+    Raises:
+        UserError: the names do not fit the config's ``quantization_config``, or tensors lack their scales.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
+        self._folder, self._file_of = folder, files
+        config, self._settings = quantization_of(folder)
+        self._method: str = self._settings.get("quant_method", "")
+        self.dtype = widened_dtype(config)
+        """Dtype in which quantised tensors are returned."""
+        self._parts = self._find_parts()
+        """Name of a quantised tensor -> role of its parts -> their names in the folder."""
+        parts = {key for parts in self._parts.values() for key in parts.values()}
+        self.files = {key: file for key, file in files.items() if key not in parts}
+        if self._method in (FP8, COMPRESSED):
+            self.files = {key: file for key, file in self.files.items() if not OF_ACTIVATIONS.search(key)}
+        for name, (dtype, _) in self._headers.items() if self._settings else ():
+            if name in self.files and dtype.itemsize == 1 and dtype != torch.bool:
+                raise self._lacking(name, "scales")
+        self.files |= {name: files[parts["scales"]] for name, parts in self._parts.items()}
+        """Tensor name -> a file; for a quantised tensor the file with its scales."""
+
+    @cached_property
+    def _headers(self) -> dict[str, tuple[torch.dtype, list[int]]]:
+        return tensor_headers(self._file_of.values())
+
+    def _find_parts(self) -> dict[str, dict[str, str]]:
+        """Return name of a quantised tensor -> role of its parts -> their names in the folder.
+
+        Raises:
+            UserError: the folder has no tensor in the config's form, or a tensor lacks codes or scales.
+        """
+        forms = [form for form, ends in MARKS.items() if any(key.endswith(ends) for key in self._file_of)]
+        if not self._settings:
+            if forms:
+                way = "take its config.json from where its weights are from"
+                raise self._refused(f"its names are those of {forms[0]}, but its config.json names no form; {way}")
+            return {}
+        found = dict[str, dict[str, str]]()
+        for key in self._file_of:
+            for end, (instead, role) in PARTS[self._method].items():
+                name = key.removesuffix(end) + instead
+                narrow = name in self._headers and self._headers[name][0].itemsize == 1
+                if key.endswith(end) and (narrow or end != ".scale"):  # other modules have a parameter ``scale``, too
+                    found.setdefault(name, {}).setdefault(role, key)
+        if not found:
+            names = f"its names are those of {forms[0] if forms else 'dense weights'}"
+            way = (
+                "remove quantization_config from config.json if they are dense" if not forms else "correct config.json"
+            )
+            raise self._refused(f"its config.json says {self._method}, but {names}; {way}")
+        for name, parts in found.items():
+            if name in self._file_of:
+                parts.setdefault("codes", name)
+            for role in ("codes", "scales"):
+                if role not in parts:
+                    raise self._lacking(name, role)
+            dtype = self._headers[parts["codes"]][0]
+            if self._method != BITSANDBYTES and dtype.itemsize > 1 and dtype != torch.int32:
+                words = f"its config.json says {self._method}, but {parts['codes']} is {dtype} beside {parts['scales']}"
+                raise self._refused(words)
+        return found
+
+    def _refused(self, why: str) -> Exception:
+        """Return the error for this folder."""
+        return unsupported(str(self._folder), why)
+
+    def _lacking(self, name: str, role: str) -> Exception:
+        """Return the error for a quantised tensor without one of its parts."""
+        ends = [(end, new) for end, (new, other) in PARTS[self._method].items() if other == role and name.endswith(new)]
+        key = name.removesuffix(ends[0][1]) + ends[0][0] if ends else name
+        return self._refused(f"{name} is quantised and lacks its {role} ({key}): download the folder again")
+
+    @property
+    def words(self) -> str:
+        """Form of the weights, for example ``FP8 in blocks of 128 x 128``; empty for dense weights."""
+        if not self._settings:
+            return ""
+        if self._method == FP8:
+            block = self._block_size()
+            return f"FP8 in blocks of {block[0]} x {block[1]}" if block else "FP8 with a scale for each tensor"
+        if self._method == MXFP4:
+            return "MXFP4"
+        if self._method == BITSANDBYTES:
+            kinds = {"nf4" if "__nf4" in key else "fp4" for key in self._file_of if "bitsandbytes__" in key}
+            return f"{' and '.join(sorted(kinds)) or 'int8'} of bitsandbytes"
+        scheme = self._scheme(next(iter(self._parts)))
+        bits = "FP8" if scheme["type"] == "float" else f"{scheme['num_bits']} bits"
+        return bits + (f" in groups of {group}" if (group := scheme.get("group_size") or 0) > 0 else "")
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return tensor name -> dtype of the tensor as if dense."""
+        return {name: self.dtype if name in self._parts else self._headers[name][0] for name in self.files}
+
+    def tensor(self, name: str, opened: OPEN) -> Tensor:
+        """Return a tensor; a quantised one is returned in ``dtype``."""
+        if (stored := self.stored(name, opened)) is not None:
+            return stored.dense(self.dtype)
+        return opened(self._file_of[name]).get_tensor(name)
+
+    def shape(self, name: str, opened: OPEN) -> tuple[int, ...]:
+        """Return the shape of a tensor in full precision, from its file's header.
+
+        Raises:
+            UserError: the parts of a quantised tensor do not fit each other or config.json.
+        """
+        if name not in self._parts:
+            return tuple(opened(self._file_of[name]).get_slice(name).get_shape())
+        shape = self._layout(name, opened)[0]
+        return (shape[0], shape[2], shape[1]) if self._method == MXFP4 else shape
+
+    def codes(self, name: str, opened: OPEN) -> tuple[Tensor, Tensor] | None:
+        """Return codes and scales of a matrix in the form of ``lowbit.quantise_rows``, or None if it has another form.
+
+        Args:
+            name: name of the matrix in full precision.
+            opened: function that opens a file.
+        """
+        stored = self.stored(name, opened) if self._method == COMPRESSED else None
+        if stored is None or stored.zeros is not None or stored.codes.is_floating_point():
+            return None
+        scales, half = stored.scales, stored.scales.bfloat16()
+        if stored.bits == 4 and stored.block == (1, GROUP) and half.float().equal(scales):
+            return stored.integers(stored.codes), half
+        return (stored.codes, scales) if not stored.bits and stored.block == (1, stored.shape[1]) else None
+
+    def stored(self, name: str, opened: OPEN) -> StoredTensor | None:
+        """Return the codes and scales of a quantised tensor as the folder has them, or None for a dense tensor.
+
+        Raises:
+            UserError: its parts do not fit each other or config.json, or scales are infinite or no number.
+        """
+        if name not in self._parts:
+            return None
+        shape, block = self._layout(name, opened)
+        codes = self._part(name, "codes", opened)
+        if self._method == BITSANDBYTES:
+            return self._of_bitsandbytes(name, opened, codes, shape)
+        scales = self._scales(name, opened, shape, block)
+        if self._method == COMPRESSED:
+            return self._of_compressed(name, opened, codes, scales, shape, block)
+        if self._method == FP8 and codes.is_floating_point():
+            return StoredTensor("fp8", codes, scales, block, shape)
+        codes, turned = codes.view(torch.uint8), self._method == MXFP4
+        dense = (shape[0], shape[2], shape[1]) if turned else shape
+        codes = codes.flatten(2) if turned else codes
+        return StoredTensor(MXFP4, codes, scales, block, dense, table=torch.tensor(E2M1), transposed=turned)
+
+    def _part(self, name: str, role: str, opened: OPEN) -> Tensor:
+        """Return one part of a quantised tensor."""
+        if (key := self._parts[name].get(role)) is None:
+            raise self._lacking(name, role)
+        return opened(self._file_of[key]).get_tensor(key)
+
+    def _block_size(self) -> tuple[int, int] | None:
+        """Return the rows and columns of a block of FP8, or None for a scale for each tensor."""
+        size = self._settings.get("weight_block_size")
+        if size is None:
+            return None
+        if not isinstance(size, list) or len(size) != 2 or not all(type(each) is int and each > 0 for each in size):
+            raise self._refused(f"its weight_block_size is {size}; expected two numbers, as [128, 128], or null")
+        return size[0], size[1]
+
+    def _scheme(self, name: str) -> dict[str, Any]:
+        """Return the settings of compressed-tensors for a tensor: the config group that targets it.
+
+        Raises:
+            UserError: the settings are incomplete, or in a format that is not read.
+        """
+        stem, settings = name.removesuffix(".weight"), self._settings
+        try:
+            groups = list(settings["config_groups"].values())
+            exact = [
+                group
+                for group in groups
+                if any(re.match(to[3:], stem) if to.startswith("re:") else to == stem for to in group["targets"])
+            ]
+            classes = [group for group in groups if not all(to.startswith("re:") for to in group["targets"])]
+            group = (exact or classes or groups)[0]
+            scheme, format = group["weights"], group.get("format") or settings["format"]
+            size, numbers = scheme.get("group_size"), (scheme["type"], scheme["num_bits"])
+            strategy = scheme.get("strategy") or ("tensor" if size is None else "group" if size > 0 else "channel")
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise self._refused(f"its quantization_config of compressed-tensors lacks {error}") from error
+        sparse = (settings.get("sparsity_config") or {}).get("format", "dense") != "dense"
+        if format not in FORMATS or sparse or settings.get("transform_config"):
+            form = "a sparse or transformed form" if format in FORMATS else f"the format {format}"
+            raise self._refused(f"its weights are in {form} of compressed-tensors; expected {', '.join(FORMATS)}")
+        if numbers not in (("int", 2), ("int", 4), ("int", 8), ("float", 8)):
+            raise self._refused(
+                f"its weights are {numbers[0]} of {numbers[1]} bits; expected int of 2, 4, 8 or float of 8"
+            )
+        return scheme | {"strategy": strategy}
+
+    def _layout(self, name: str, opened: OPEN) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """Return the shape of the numbers that a tensor's codes stand for, and the rows and columns of a block.
+
+        Raises:
+            UserError: codes and scales do not fit each other or config.json.
+        """
+        parts, method = self._parts[name], self._method
+        (kind, size), (_, grid) = (self._headers[parts[role]] for role in ("codes", "scales"))
+        if method == BITSANDBYTES:
+            return self._layout_of_bitsandbytes(name, opened, size)
+        if len(size) < 2 or (len(size) == 4) != (method == MXFP4):
+            raise self._refused(f"{parts['codes']} must be a matrix or a stack of matrices, not {size}")
+        if method == MXFP4:
+            shape, block, why = (*size[:2], size[2] * size[3] * 2), (1, 32), "MXFP4 has one for 32 numbers"
+        elif method == FP8 and not kind.is_floating_point:
+            shape, block, why = (*size[:-1], size[-1] * 2), (1, 32), "FP4 has one for 32 numbers"
+        elif method == FP8:
+            rows = -(-size[-2] // grid[1]) if len(grid) == 3 and grid[1:] == [2, 1] else size[-2]  # gate and up
+            shape, why = tuple(size), f"weight_block_size is {self._settings.get('weight_block_size')}"
+            block = self._block_size() or (rows, size[-1])
+        else:
+            scheme = self._scheme(name)
+            shape, why = self._shape_of_compressed(name, opened, scheme), f"the strategy is {scheme['strategy']}"
+            whole, group = (shape[-2], shape[-1]), scheme.get("group_size") or 0
+            blocks = {"tensor": whole, "channel": (1, whole[1]), "block": tuple(scheme.get("block_structure") or ())}
+            block = (1, group) if scheme["strategy"] == "group" else blocks.get(scheme["strategy"], ())
+            if len(block) != 2 or min(block) < 1:
+                sizes = "group_size, or block with block_structure"
+                raise self._refused(f"{why}; expected tensor, channel, group with {sizes} in quantization_config")
+        expected = [*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1])]
+        if grid != expected and not (len(grid) < 2 and prod(grid) == prod(expected)):
+            words = f"as {why}, not {grid}: correct quantization_config, or download the folder again"
+            raise self._refused(f"{parts['scales']} must have shape {expected} for {list(shape)} numbers, {words}")
+        return shape, block
+
+    def _shape_of_compressed(self, name: str, opened: OPEN, scheme: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the shape of a tensor of compressed-tensors."""
+        key = self._parts[name]["codes"]
+        kind, size = self._headers[key]
+        if kind != torch.int32:
+            if kind.is_floating_point != (scheme["type"] == "float"):
+                raise self._refused(f"{key} is {kind}, but its quantization_config says {scheme['type']}")
+            return tuple(size)
+        shape = tuple(self._part(name, "shape", opened).tolist())
+        if size != (words := [*shape[:-1], -(-shape[-1] * scheme["num_bits"] // 32)]):
+            why = f"as its weight_shape and num_bits {scheme['num_bits']} say, not {size}"
+            raise self._refused(f"{key} must have shape {words}, {why}")
+        return shape
+
+    def _layout_of_bitsandbytes(
+        self, name: str, opened: OPEN, size: Sequence[int]
+    ) -> tuple[tuple[int, ...], tuple[int, int]]:
+        """Return the shape of a tensor of bitsandbytes, and its block: ``(1, numbers of the flat tensor)``."""
+        if "table" not in self._parts[name] and "state" not in self._parts[name]:
+            return tuple(size), (1, size[-1])
+        state = self._state(name, opened)
+        shape, block = tuple(state["shape"]), state["blocksize"]
+        codes, scales = (self._headers[self._parts[name][role]] for role in ("codes", "scales"))
+        sizes = [prod(codes[1]) * codes[0].itemsize, prod(scales[1])]
+        if sizes != [-(-prod(shape) // 2), -(-prod(shape) // block)]:
+            words = f"{sizes[0]} bytes and {sizes[1]} scales do not fit its shape {list(shape)} in blocks of {block}"
+            raise self._refused(f"{name}: {words}; download the folder again")
+        return shape, (1, block)
+
+    def _state(self, name: str, opened: OPEN) -> dict[str, Any]:
+        """Return the settings of a tensor of bitsandbytes in 4 bits."""
+        try:
+            state = json.loads(bytes(self._part(name, "state", opened).tolist()))
+            return state | {"shape": [int(side) for side in state["shape"]], "blocksize": int(state["blocksize"])}
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._refused(f"the quant_state of {name} cannot be read ({error})") from error
+
+    def _scales(self, name: str, opened: OPEN, shape: Sequence[int], block: tuple[int, int]) -> Tensor:
+        """Return the scales of a tensor in fp32, [..., rows / block[0], columns / block[1]]."""
+        scales = self._part(name, "scales", opened)
+        scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+        self._check_finite(name, scales)
+        return scales.view(*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+
+    def _check_finite(self, name: str, scales: Tensor) -> None:
+        """Raise UserError if a scale is infinite or no number."""
+        if not scales.isfinite().all():
+            raise self._refused(f"a scale of {name} is infinite or NaN: take weights that were quantised again")
+
+    def _of_bitsandbytes(self, name: str, opened: OPEN, codes: Tensor, shape: tuple[int, ...]) -> StoredTensor:
+        """Return a tensor of bitsandbytes in 4 or 8 bits."""
+        parts, scales = self._parts[name], self._part(name, "scales", opened)
+        if "state" not in parts:
+            if "layout" in parts and self._part(name, "layout", opened).any():
+                raise self._refused(f"the weight_format of {name} is not 0 (rows); save it with a newer bitsandbytes")
+            self._check_finite(name, scales)
+            return StoredTensor("int8", codes, scales.float().view(-1, 1), (1, shape[-1]), shape, factor=OF_127)
+        state, table = self._state(name, opened), self._part(name, "table", opened).float()
+        if "nested scales" in parts:
+            nested, of_256 = (self._part(name, f"nested {role}", opened).float() for role in ("scales", "table"))
+            each = nested.repeat_interleave(int(state["nested_blocksize"]))[: scales.numel()]
+            if len(each) < scales.numel() or len(of_256) != 256 or scales.dtype != torch.uint8:
+                raise self._refused(f"the nested scales of {name} do not fit its scales: download the folder again")
+            scales = of_256[scales.flatten().int()] * each + torch.tensor(float(state["nested_offset"]))
+        self._check_finite(name, scales)
+        block, codes = state["blocksize"], codes.view(torch.uint8).flatten()
+        codes = pad(codes, (0, scales.numel() * block // 2 - codes.numel())).view(-1, block // 2)
+        form, rounded = parts["state"].rpartition("__")[2], getattr(torch, state["dtype"])
+        return StoredTensor(
+            form, codes, scales.float().view(-1, 1), (1, block), shape, rounded, table=table, low_first=False
+        )
+
+    def _of_compressed(
+        self, name: str, opened: OPEN, codes: Tensor, scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]
+    ) -> StoredTensor:
+        """Return a tensor of compressed-tensors."""
+        scheme, parts, zeros = self._scheme(name), self._parts[name], None
+        bits = scheme["num_bits"] if codes.dtype == torch.int32 else 0
+        if not scheme.get("symmetric", True):
+            zeros = self._part(name, "zeros", opened)
+            zeros = unpacked(zeros.T, bits)[:, : shape[0]].T if zeros.dtype == torch.int32 else zeros
+            zeros = zeros.float().view(scales.shape)
+        if "groups" in parts and not (groups := self._part(name, "groups", opened).long()).lt(0).any():
+            if len(groups) != shape[1] or groups.max() >= scales.shape[1]:
+                raise self._refused(f"{parts['groups']} does not fit {parts['scales']}: download the folder again")
+            if not groups.equal(torch.arange(shape[1]) // block[1]):  # columns were sorted by their activations
+                scales, block = scales[:, groups], (1, 1)
+                zeros = zeros[:, groups] if zeros is not None else None
+        stored = self._headers[parts["scales"]][0]
+        rounded = (
+            torch.float32 if self.dtype == torch.float32 else stored
+        )  # as if scales were read in the model's dtype
+        form = "fp8" if codes.is_floating_point() else f"int{scheme['num_bits']}"
+        return StoredTensor(form, codes, scales, block, shape, rounded, zeros, bits=bits)
+
+
+def tensor_headers(files: Iterable[Path]) -> dict[str, tuple[torch.dtype, list[int]]]:
+    """Return tensor name -> its dtype and shape, from the headers of safetensors files."""
+    from safetensors import safe_open
+
+    headers: dict[str, tuple[torch.dtype, list[int]]] = {}
+    for path in sorted(set(files)):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                part = file.get_slice(key)
+                headers[key] = part[:0].dtype if part.get_shape() else file.get_tensor(key).dtype, part.get_shape()
+    return headers
