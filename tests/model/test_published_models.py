@@ -1,0 +1,179 @@
+"""Models from folders of quantised weights: all parameters, dtypes, words, exports without the quantisation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+
+from model_families import family_config, real_model
+from published_folders import (
+    BITS_4,
+    FP8_CONFIG,
+    compressed,
+    compressed_config,
+    fp8,
+    mxfp4,
+    nf4,
+    publish,
+    scheme,
+)
+from tawpipe.errors import UserError
+from tawpipe.model.bits.published import tensor_headers
+from tawpipe.model.chain import Chain
+from tawpipe.model.files.build import build_model
+from tawpipe.model.files.export import carry, export_hugging_face
+from tawpipe.model.files.exported import differences
+from tawpipe.model.files.pretrained import SafetensorsSource, published_words, stored_dtype, stored_dtypes
+from tawpipe.model.settings import LoraSettings
+
+W4A16 = scheme(4, group_size=8)
+MATRICES = r"layers.*(proj|proj_with_mqa|experts\.\d+\.\w+)\.weight$"
+SIZES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16},
+    "qwen3_moe": {"intermediate_size": 48},  # transformers reads no FP8 whose sizes are no multiples of the blocks
+}
+MODELS: dict[str, tuple[str, Any, str, Any, str]] = {
+    "gpt_oss": ("gpt_oss", {"quant_method": "mxfp4"}, r"experts\.\w+_proj$", mxfp4, "MXFP4"),
+    "qwen3_moe": (
+        "qwen3_moe",
+        FP8_CONFIG | {"weight_block_size": [16, 8]},
+        MATRICES,
+        lambda name, value: fp8(name, value, (16, 8)),
+        "FP8 in blocks of 16 x 8",
+    ),
+    "deepseek_v3": ("deepseek_v3", FP8_CONFIG, MATRICES, fp8, "FP8 in blocks of 128 x 128"),
+    "llama-nf4": ("llama", BITS_4, MATRICES, nf4, "nf4 of bitsandbytes"),
+    "llama-w4a16": (
+        "llama",
+        compressed_config("pack-quantized", W4A16),
+        MATRICES,
+        lambda name, value: compressed(name, value, "pack-quantized", W4A16),
+        "4 bits in groups of 8",
+    ),
+    "qwen3_moe-w4a16": (
+        "qwen3_moe",
+        compressed_config("pack-quantized", W4A16),
+        MATRICES,
+        lambda name, value: compressed(name, value, "pack-quantized", W4A16),
+        "4 bits in groups of 8",
+    ),
+}
+
+
+def folder_of(tmp_path: Path, which: str) -> tuple[Path, str]:
+    """A folder of a tiny model in few bits, with a dense one beside it, and the words for its form."""
+    family, settings, pattern, encode, words = MODELS[which]
+    config = family_config(family, **SIZES.get(family, {}))
+    publish(real_model(config, torch.float32), folder := tmp_path / "few", settings, pattern, encode)
+    return folder, words
+
+
+def different(few: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are missing or other than expected."""
+    return [name for name in expected if name not in few or not few[name].equal(expected[name].float())]
+
+
+def parameters(chain: Chain, folder: Path) -> dict[str, torch.Tensor]:
+    source = SafetensorsSource(chain, folder)
+    units = ((unit, source.unit(unit)) for unit in chain.units)
+    return {slot.name: slot.view(flat) for unit, flat in units for slot in unit.slots} | source.buffers()
+
+
+def chain_of(folder: Path) -> Chain:
+    return Chain(build_model(str(folder), max_positions=8).model)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_every_parameter_equals_that_of_the_dense_folder(tmp_path: Path, which: str) -> None:
+    folder, words = folder_of(tmp_path, which)
+    chain, dense = chain_of(folder), folder.with_name("few-dense")
+    few, expected = parameters(chain, folder), parameters(chain, dense)
+    assert few.keys() == expected.keys() and different(few, expected) == []
+    assert published_words(folder) == f"{words}, widened to bfloat16" and published_words(dense) == ""
+    assert stored_dtype(folder) == torch.bfloat16 and stored_dtypes(folder) == stored_dtypes(dense)
+    source = SafetensorsSource(chain, folder)
+    assert source.wide_parameters == SafetensorsSource(chain, dense).wide_parameters
+    assert source.facts().keys() == load_file(folder / "model.safetensors").keys()
+
+
+def test_digests_of_a_frozen_base_equal_those_of_the_dense_folder(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path, "llama-nf4")
+    chain = Chain(build_model(str(folder), max_positions=8, lora=LoraSettings(rank=2)).model)
+    sources = [SafetensorsSource(chain, each) for each in (folder, folder.with_name("few-dense"))]
+    for source in sources:
+        source.digests = {}
+        _ = [source.unit(unit) for unit in chain.units]
+    assert sources[0].digests and sources[0].digests == sources[1].digests
+
+
+@pytest.mark.parametrize(
+    ("which", "widen"),
+    [("gpt_oss", Mxfp4Config), ("qwen3_moe", FineGrainedFP8Config), ("llama-w4a16", CompressedTensorsConfig)],
+)
+def test_every_parameter_equals_that_of_transformers(tmp_path: Path, which: str, widen: Any) -> None:
+    folder, _ = folder_of(tmp_path, which)
+    widened = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=widen(dequantize=True)
+    )
+    few, expected = parameters(chain_of(folder), folder), dict(widened.named_parameters())
+    assert different(few, expected) == []
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_dense_exports_no_longer_claim_a_quantisation(tmp_path: Path, merge: bool) -> None:
+    folder, _ = folder_of(tmp_path, "qwen3_moe")
+    lora = LoraSettings(rank=2) if merge else LoraSettings()
+    chain = Chain(build_model(str(folder), max_positions=8, lora=lora).model)
+    values = parameters(chain, folder)
+    export_hugging_face(chain, tmp_path / "out", values.__getitem__, merge=merge, is_writer=True)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config and config["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    for name, value in loaded.named_parameters():
+        expected = values.get(name, values.get(f"{name.removesuffix('.weight')}.base_layer.weight"))
+        assert expected is not None and value.float().equal(expected)  # an untrained adapter adds nothing
+    carried = carry(chain, folder, merge=merge)
+    assert carried.dtype == torch.bfloat16 and not any("scale" in name for name in carried.dtypes)
+    written = tensor_headers((tmp_path / "out").glob("*.safetensors"))
+    assert differences(chain, tmp_path / "out", written, carried.files, None, adapter=False) == []
+
+
+def test_a_line_says_what_is_read_and_what_is_trained(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path, "qwen3_moe")
+    words = "weights: FP8 in blocks of 16 x 8, widened to bfloat16; "
+    full = build_model(str(folder), max_positions=8)
+    adapted = build_model(str(folder), max_positions=8, lora=LoraSettings(rank=2))
+    assert full.published_words == words + "training starts from the widened values"
+    assert adapted.published_words == words + "frozen base"
+    assert build_model(str(folder.with_name("few-dense")), max_positions=8).published_words == ""
+
+
+def test_truncated_file_of_quantised_weights_is_refused(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path, "llama-nf4")
+    chain, file = chain_of(folder), folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="safetensors cannot be read"):
+        SafetensorsSource(chain, folder)
+
+
+def test_blocks_of_experts_that_do_not_fit_are_refused_before_training(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path, "qwen3_moe")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [16, 16]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="weight_scale_inv must have shape"):
+        SafetensorsSource(chain_of(folder), folder)
+
+
+def test_gptq_folder_is_refused_by_name(tmp_path: Path) -> None:
+    config = family_config("llama").to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="in the form gptq"):
+        build_model(str(tmp_path), max_positions=8)
