@@ -156,11 +156,8 @@ def test_bitsandbytes_int8_equals_its_dequantize(tmp_path: Path) -> None:
     parts = {NAME: codes, f"{stem}SCB": scales, f"{stem}weight_format": torch.zeros((), dtype=torch.uint8)}
     value = read(tmp_path, parts, {"quant_method": "bitsandbytes", "load_in_8bit": True})
     assert equal(value, (codes * scales.view(-1, 1) * 7.874015718698502e-3).bfloat16())
-    try:
-        import bitsandbytes as judge
-    except ImportError:
-        return
-    assert equal(value, judge.functional.int8_vectorwise_dequant(codes, scales).bfloat16())
+    judge: Any = pytest.importorskip("bitsandbytes").functional
+    assert equal(value, judge.int8_vectorwise_dequant(codes, scales).bfloat16())
 
 
 PACKED, INT, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
@@ -271,15 +268,18 @@ def without(parts: dict[str, Tensor], *ends: str) -> dict[str, Tensor]:
         (FP8_PARTS, FP8_CONFIG | {"weight_block_size": [128]}, r"weight_block_size is \[128\]; expected two"),
         (PACKED_PARTS, compressed_config(PACKED, scheme(4, group_size=8)), r"must have shape \[36, 12\]"),
         (PACKED_PARTS, compressed_config(PACKED, scheme(8)), r"must have shape \[36, 24\].* num_bits 8"),
-        (PACKED_PARTS, W4A16 | {"format": "nvfp4-pack-quantized", "config_groups": {}}, "config_groups|lacks"),
+        (PACKED_PARTS, W4A16 | {"config_groups": {}}, "quantization_config of compressed-tensors lacks"),
+        (PACKED_PARTS, compressed_config(PACKED, scheme(5)), "int of 5 bits; expected int 2, 4, 8 or float 8"),
+        (without(NF4_PARTS, "nested_absmax"), BITS_4, f"lacks its nested scales .{NAME}.nested_absmax"),
+        (NF4_PARTS | {f"{NAME}.quant_state.bitsandbytes__nf4": torch.ones(9).byte()}, BITS_4, "cannot be read"),
         (NF4_PARTS | {NAME: NF4_PARTS[NAME][:-8]}, BITS_4, r"do not fit its shape \[70, 130\]"),
         (NF4_PARTS | {f"{NAME}.nested_absmax": torch.ones(0)}, BITS_4, "nested scales of .* do not fit"),
         (NF4_PARTS, FP8_CONFIG, "says fp8, but its names are those of bitsandbytes"),
         (FP8_PARTS, BITS_4, "says bitsandbytes, but its names are those of fp8"),
         (MXFP4_PARTS, W4A16, "says compressed-tensors, but its names are those of mxfp4"),
-        (DENSE, FP8_CONFIG, "remove quantization_config from config.json"),
+        (DENSE, FP8_CONFIG, "remove quantization_config there"),
         (DENSE | {f"{NAME}_scale_inv": torch.ones(1, 1)}, FP8_CONFIG, "up_proj.weight is torch.bfloat16 beside"),
-        (FP8_PARTS, {}, "names are those of fp8, but its config.json names no form"),
+        (FP8_PARTS, {}, "names are those of fp8, but its config.json has no quantization_config"),
         (NF4_PARTS, {}, "names are those of bitsandbytes"),
     ],
 )

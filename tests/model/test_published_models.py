@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
 from model_families import family_config, real_model
 from published_folders import (
@@ -74,7 +76,7 @@ def folder_of(tmp_path: Path, which: str) -> tuple[Path, str]:
     return folder, words
 
 
-def different(few: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+def different(few: dict[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of tensors that are missing or other than expected."""
     return [name for name in expected if name not in few or not few[name].equal(expected[name].float())]
 

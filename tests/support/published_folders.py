@@ -103,8 +103,8 @@ def compressed(name: str, value: Tensor, format: str, of: Any, kind: torch.dtype
         "tensor": lambda: value.flatten().aminmax(dim=0, keepdim=True),
         "block": lambda: _blocks(value, weights.block_structure).aminmax(dim=2),
     }
-    scales, zeros = calculate_qparams(*blocks[weights.strategy](), weights)
-    compressor = BaseCompressor.get_value_from_registry(format)
+    scales, zeros = calculate_qparams(*blocks[weights.strategy](), weights)  # pyright: ignore[reportCallIssue]
+    compressor: Any = BaseCompressor.get_value_from_registry(format)
     parts = {"weight": value.to(kind), "weight_scale": scales.to(kind), "weight_zero_point": zeros}
     parts = compressor.compress(parts, of)
     dense = compressor.decompress(parts, of)["weight"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
@@ -65,14 +66,20 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 READ = "dense, fp8, mxfp4, bitsandbytes or compressed-tensors weights"
 OF_127 = 7.874015718698502e-3
 """1 / 127 as bitsandbytes rounds it."""
+PLAIN = (torch.float32, [])
+"""Header in place of those of tensors that a folder lacks."""
 OPEN = Callable[[Path], Any]
 """Function that opens a safetensors file."""
 
 
-def quantization_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def quantization_of(folder: Path, name: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the content of a folder's config.json, and its ``quantization_config``; empty for dense weights.
 
     No weight is read.
+
+    Args:
+        folder: the folder.
+        name: name of the model on the Hub, for messages; the folder's path by default.
 
     Raises:
         UserError: config.json cannot be read, or weights in its form are not supported.
@@ -88,11 +95,12 @@ def quantization_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not settings or method in PARTS:
         return config, settings | {"quant_method": method} if settings else {}
     way = f"expected {READ}; take the model's folder in bf16 or FP8"
+    name = name or str(folder)
     if method == "awq":
-        code = "from compressed_tensors.entrypoints.convert import AutoAWQConverter as A, convert_checkpoint as c; "
-        code += f'c("{folder}", "{folder.name}-w4a16", A.from_pretrained("{folder}"))'
-        way += f", or convert it to compressed-tensors: python -c '{code}'"
-    raise unsupported(str(folder), f"its weights are in the form {method}, which is not read; {way}")
+        code = "from compressed_tensors.entrypoints.convert import AutoAWQConverter as A, convert_checkpoint; "
+        code += f'convert_checkpoint("{name}", "{Path(name).name}-w4a16", A.from_pretrained("{name}"))'
+        way += f", or convert it to compressed-tensors: python -c {shlex.quote(code)}"
+    raise unsupported(name, f"its weights are in the form {method}, which is not read; {way}")
 
 
 def widened_dtype(config: Mapping[str, Any]) -> torch.dtype:
@@ -123,9 +131,9 @@ class PublishedTensors:
         self._parts = self._find_parts()
         """Name of a quantised tensor -> role of its parts -> their names in the folder."""
         parts = {key for parts in self._parts.values() for key in parts.values()}
+        rounds = self._method in (FP8, COMPRESSED)
+        parts |= {key for key in files if rounds and OF_ACTIVATIONS.search(key)}
         self.files = {key: file for key, file in files.items() if key not in parts}
-        if self._method in (FP8, COMPRESSED):
-            self.files = {key: file for key, file in self.files.items() if not OF_ACTIVATIONS.search(key)}
         for name, (dtype, _) in self._headers.items() if self._settings else ():
             if name in self.files and dtype.itemsize == 1 and dtype != torch.bool:
                 raise self._lacking(name, "scales")
@@ -143,35 +151,30 @@ class PublishedTensors:
             UserError: the folder has no tensor in the config's form, or a tensor lacks codes or scales.
         """
         forms = [form for form, ends in MARKS.items() if any(key.endswith(ends) for key in self._file_of)]
+        names = f"its names are those of {forms[0] if forms else 'dense weights'}"
         if not self._settings:
             if forms:
-                way = "take its config.json from where its weights are from"
-                raise self._refused(f"its names are those of {forms[0]}, but its config.json names no form; {way}")
+                raise self._refused(f"{names}, but its config.json has no quantization_config: add the publisher's")
             return {}
-        found = dict[str, dict[str, str]]()
+        tensors = dict[str, dict[str, str]]()
         for key in self._file_of:
             for end, (instead, role) in PARTS[self._method].items():
                 name = key.removesuffix(end) + instead
-                narrow = name in self._headers and self._headers[name][0].itemsize == 1
-                if key.endswith(end) and (narrow or end != ".scale"):  # other modules have a parameter ``scale``, too
-                    found.setdefault(name, {}).setdefault(role, key)
-        if not found:
-            names = f"its names are those of {forms[0] if forms else 'dense weights'}"
-            way = (
-                "remove quantization_config from config.json if they are dense" if not forms else "correct config.json"
-            )
-            raise self._refused(f"its config.json says {self._method}, but {names}; {way}")
-        for name, parts in found.items():
+                # other modules have a parameter ``scale``, too
+                if key.endswith(end) and (end != ".scale" or self._headers.get(name, PLAIN)[0].itemsize == 1):
+                    tensors.setdefault(name, {}).setdefault(role, key)
+        if not tensors:
+            way = "correct it" if forms else "remove quantization_config there if they are dense"
+            raise self._refused(f"its config.json says {self._method}, but {names}: {way}")
+        for name, parts in tensors.items():
             if name in self._file_of:
                 parts.setdefault("codes", name)
-            for role in ("codes", "scales"):
-                if role not in parts:
-                    raise self._lacking(name, role)
+            if absent := {"codes", "scales"} - parts.keys():
+                raise self._lacking(name, absent.pop())
             dtype = self._headers[parts["codes"]][0]
             if self._method != BITSANDBYTES and dtype.itemsize > 1 and dtype != torch.int32:
-                words = f"its config.json says {self._method}, but {parts['codes']} is {dtype} beside {parts['scales']}"
-                raise self._refused(words)
-        return found
+                raise self._refused(f"{name} is {dtype} beside {parts['scales']}: remove that if {name} is dense")
+        return tensors
 
     def _refused(self, why: str) -> Exception:
         """Return the error for this folder."""
@@ -179,20 +182,19 @@ class PublishedTensors:
 
     def _lacking(self, name: str, role: str) -> Exception:
         """Return the error for a quantised tensor without one of its parts."""
-        ends = [(end, new) for end, (new, other) in PARTS[self._method].items() if other == role and name.endswith(new)]
-        key = name.removesuffix(ends[0][1]) + ends[0][0] if ends else name
+        ends = ((end, new) for end, (new, other) in PARTS[self._method].items() if other == role and name.endswith(new))
+        end, new = next(ends, ("", ""))
+        key = name.removesuffix(new) + end
         return self._refused(f"{name} is quantised and lacks its {role} ({key}): download the folder again")
 
     @property
     def words(self) -> str:
         """Form of the weights, for example ``FP8 in blocks of 128 x 128``; empty for dense weights."""
-        if not self._settings:
-            return ""
+        if self._method in ("", MXFP4):
+            return self._method.upper()
         if self._method == FP8:
             block = self._block_size()
             return f"FP8 in blocks of {block[0]} x {block[1]}" if block else "FP8 with a scale for each tensor"
-        if self._method == MXFP4:
-            return "MXFP4"
         if self._method == BITSANDBYTES:
             kinds = {"nf4" if "__nf4" in key else "fp4" for key in self._file_of if "bitsandbytes__" in key}
             return f"{' and '.join(sorted(kinds)) or 'int8'} of bitsandbytes"
@@ -267,11 +269,10 @@ class PublishedTensors:
     def _block_size(self) -> tuple[int, int] | None:
         """Return the rows and columns of a block of FP8, or None for a scale for each tensor."""
         size = self._settings.get("weight_block_size")
-        if size is None:
-            return None
-        if not isinstance(size, list) or len(size) != 2 or not all(type(each) is int and each > 0 for each in size):
+        plain = isinstance(size, list) and [type(each) for each in size] == [int, int] and min(size) > 0
+        if size is not None and not plain:
             raise self._refused(f"its weight_block_size is {size}; expected two numbers, as [128, 128], or null")
-        return size[0], size[1]
+        return None if size is None else (size[0], size[1])
 
     def _scheme(self, name: str) -> dict[str, Any]:
         """Return the settings of compressed-tensors for a tensor: the config group that targets it.
@@ -282,11 +283,7 @@ class PublishedTensors:
         stem, settings = name.removesuffix(".weight"), self._settings
         try:
             groups = list(settings["config_groups"].values())
-            exact = [
-                group
-                for group in groups
-                if any(re.match(to[3:], stem) if to.startswith("re:") else to == stem for to in group["targets"])
-            ]
+            exact = [group for group in groups if any(_targets(to, stem) for to in group["targets"])]
             classes = [group for group in groups if not all(to.startswith("re:") for to in group["targets"])]
             group = (exact or classes or groups)[0]
             scheme, format = group["weights"], group.get("format") or settings["format"]
@@ -299,9 +296,7 @@ class PublishedTensors:
             form = "a sparse or transformed form" if format in FORMATS else f"the format {format}"
             raise self._refused(f"its weights are in {form} of compressed-tensors; expected {', '.join(FORMATS)}")
         if numbers not in (("int", 2), ("int", 4), ("int", 8), ("float", 8)):
-            raise self._refused(
-                f"its weights are {numbers[0]} of {numbers[1]} bits; expected int of 2, 4, 8 or float of 8"
-            )
+            raise self._refused(f"its weights are {numbers[0]} of {numbers[1]} bits; expected int 2, 4, 8 or float 8")
         return scheme | {"strategy": strategy}
 
     def _layout(self, name: str, opened: OPEN) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -313,7 +308,8 @@ class PublishedTensors:
         parts, method = self._parts[name], self._method
         (kind, size), (_, grid) = (self._headers[parts[role]] for role in ("codes", "scales"))
         if method == BITSANDBYTES:
-            return self._layout_of_bitsandbytes(name, opened, size)
+            state = self._state(name, opened)
+            return state["shape"], (1, state["blocksize"])
         if len(size) < 2 or (len(size) == 4) != (method == MXFP4):
             raise self._refused(f"{parts['codes']} must be a matrix or a stack of matrices, not {size}")
         if method == MXFP4:
@@ -353,28 +349,23 @@ class PublishedTensors:
             raise self._refused(f"{key} must have shape {words}, {why}")
         return shape
 
-    def _layout_of_bitsandbytes(
-        self, name: str, opened: OPEN, size: Sequence[int]
-    ) -> tuple[tuple[int, ...], tuple[int, int]]:
-        """Return the shape of a tensor of bitsandbytes, and its block: ``(1, numbers of the flat tensor)``."""
-        if "table" not in self._parts[name] and "state" not in self._parts[name]:
-            return tuple(size), (1, size[-1])
-        state = self._state(name, opened)
-        shape, block = tuple(state["shape"]), state["blocksize"]
-        codes, scales = (self._headers[self._parts[name][role]] for role in ("codes", "scales"))
-        sizes = [prod(codes[1]) * codes[0].itemsize, prod(scales[1])]
-        if sizes != [-(-prod(shape) // 2), -(-prod(shape) // block)]:
-            words = f"{sizes[0]} bytes and {sizes[1]} scales do not fit its shape {list(shape)} in blocks of {block}"
-            raise self._refused(f"{name}: {words}; download the folder again")
-        return shape, (1, block)
-
     def _state(self, name: str, opened: OPEN) -> dict[str, Any]:
-        """Return the settings of a tensor of bitsandbytes in 4 bits."""
+        """Return the settings of a tensor of bitsandbytes: its shape, and the numbers of the flat tensor in a block."""
+        parts = self._parts[name]
+        (kind, size), (_, grid) = (self._headers[parts[role]] for role in ("codes", "scales"))
+        if parts["scales"].endswith("SCB"):
+            return {"shape": tuple(size), "blocksize": size[-1]}
         try:
             state = json.loads(bytes(self._part(name, "state", opened).tolist()))
-            return state | {"shape": [int(side) for side in state["shape"]], "blocksize": int(state["blocksize"])}
-        except (ValueError, KeyError, TypeError) as error:
+            state |= {"shape": tuple(state["shape"]), "dtype": getattr(torch, state["dtype"])}
+            numbers, block = prod(state["shape"]), state["blocksize"]
+            sizes, expected = (prod(size) * kind.itemsize, prod(grid)), (-(-numbers // 2), -(-numbers // block))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._refused(f"the quant_state of {name} cannot be read ({error})") from error
+        if sizes != expected:
+            words = f"{sizes[0]} bytes and {sizes[1]} scales, which do not fit its shape {list(state['shape'])}"
+            raise self._refused(f"{name} has {words}: download the folder again")
+        return state
 
     def _scales(self, name: str, opened: OPEN, shape: Sequence[int], block: tuple[int, int]) -> Tensor:
         """Return the scales of a tensor in fp32, [..., rows / block[0], columns / block[1]]."""
@@ -390,26 +381,23 @@ class PublishedTensors:
 
     def _of_bitsandbytes(self, name: str, opened: OPEN, codes: Tensor, shape: tuple[int, ...]) -> StoredTensor:
         """Return a tensor of bitsandbytes in 4 or 8 bits."""
-        parts, scales = self._parts[name], self._part(name, "scales", opened)
+        parts, scales, state = self._parts[name], self._part(name, "scales", opened), self._state(name, opened)
+        if scales.dtype == torch.uint8:
+            nested, table = (self._part(name, f"nested {role}", opened).float() for role in ("scales", "table"))
+            each = nested.repeat_interleave(int(state["nested_blocksize"]))[: scales.numel()]
+            if len(each) < scales.numel() or len(table) != 256:
+                raise self._refused(f"the nested scales of {name} do not fit its scales: download the folder again")
+            scales = table[scales.flatten().int()] * each + torch.tensor(float(state["nested_offset"]))
+        self._check_finite(name, scales)
+        scales, block = scales.float().view(-1, 1), state["blocksize"]
         if "state" not in parts:
             if "layout" in parts and self._part(name, "layout", opened).any():
-                raise self._refused(f"the weight_format of {name} is not 0 (rows); save it with a newer bitsandbytes")
-            self._check_finite(name, scales)
-            return StoredTensor("int8", codes, scales.float().view(-1, 1), (1, shape[-1]), shape, factor=OF_127)
-        state, table = self._state(name, opened), self._part(name, "table", opened).float()
-        if "nested scales" in parts:
-            nested, of_256 = (self._part(name, f"nested {role}", opened).float() for role in ("scales", "table"))
-            each = nested.repeat_interleave(int(state["nested_blocksize"]))[: scales.numel()]
-            if len(each) < scales.numel() or len(of_256) != 256 or scales.dtype != torch.uint8:
-                raise self._refused(f"the nested scales of {name} do not fit its scales: download the folder again")
-            scales = of_256[scales.flatten().int()] * each + torch.tensor(float(state["nested_offset"]))
-        self._check_finite(name, scales)
-        block, codes = state["blocksize"], codes.view(torch.uint8).flatten()
-        codes = pad(codes, (0, scales.numel() * block // 2 - codes.numel())).view(-1, block // 2)
-        form, rounded = parts["state"].rpartition("__")[2], getattr(torch, state["dtype"])
-        return StoredTensor(
-            form, codes, scales.float().view(-1, 1), (1, block), shape, rounded, table=table, low_first=False
-        )
+                raise self._refused(f"the weight_format of {name} is not 0 (rows): save it with a newer bitsandbytes")
+            return StoredTensor("int8", codes, scales, (1, block), shape, factor=OF_127)
+        codes, table = codes.view(torch.uint8).flatten(), self._part(name, "table", opened).float()
+        codes = pad(codes, (0, len(scales) * block // 2 - len(codes))).view(-1, block // 2)
+        form = parts["state"].rpartition("__")[2]
+        return StoredTensor(form, codes, scales, (1, block), shape, state["dtype"], table=table, low_first=False)
 
     def _of_compressed(
         self, name: str, opened: OPEN, codes: Tensor, scales: Tensor, shape: tuple[int, ...], block: tuple[int, int]
@@ -427,12 +415,15 @@ class PublishedTensors:
             if not groups.equal(torch.arange(shape[1]) // block[1]):  # columns were sorted by their activations
                 scales, block = scales[:, groups], (1, 1)
                 zeros = zeros[:, groups] if zeros is not None else None
-        stored = self._headers[parts["scales"]][0]
-        rounded = (
-            torch.float32 if self.dtype == torch.float32 else stored
-        )  # as if scales were read in the model's dtype
+        # in a model of fp32, compressed-tensors has scales of fp32
+        rounded = self.dtype if self.dtype == torch.float32 else self._headers[parts["scales"]][0]
         form = "fp8" if codes.is_floating_point() else f"int{scheme['num_bits']}"
         return StoredTensor(form, codes, scales, block, shape, rounded, zeros, bits=bits)
+
+
+def _targets(target: str, stem: str) -> bool:
+    """Return True if a target in a config group of compressed-tensors names this module, itself or by a pattern."""
+    return bool(re.match(target[3:], stem)) if target.startswith("re:") else target == stem
 
 
 def tensor_headers(files: Iterable[Path]) -> dict[str, tuple[torch.dtype, list[int]]]:

@@ -295,7 +295,7 @@ def resolve_model(spec: str) -> Path | None:
         if not (path / "config.json").is_file():
             raise unsupported(spec, "the folder must hold a config.json")
         check_weights(path)
-        quantization_of(path)
+        _ = quantization_of(path)
         return path
     expected = "expected a folder with config.json, owner/model or owner/model@revision on the Hub, or one of "
     expected += ", ".join(PRESETS)
@@ -309,7 +309,7 @@ def resolve_model(spec: str) -> Path | None:
         folder = Path(
             snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_OTHER_FORMS)
         )
-        quantization_of(folder)
+        _ = quantization_of(folder, name)  # refuses other forms before their weights are downloaded
         commit = commit_of(folder) or revision  # the branch may have a newer commit by now
         snapshot_download(name, revision=commit, allow_patterns=files_to_fetch(folder))
     except UserError:
