@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -309,3 +310,26 @@ def test_forms_that_are_not_read_are_refused_before_any_weight(tmp_path: Path, m
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method, "bits": 4}}))
     with pytest.raises(UserError, match=words):
         quantization_of(tmp_path)
+
+
+def test_command_for_awq_writes_a_folder_that_is_read(tmp_path: Path) -> None:
+    stem, places = NAME.removesuffix("weight"), [0, 2, 4, 6, 1, 3, 5, 7]
+    codes, zeros, scales = torch.randint(0, 16, (64, 24)), torch.randint(0, 16, (2, 24)), torch.rand(2, 24).half()
+
+    def packed(numbers: Tensor) -> Tensor:
+        words = sum(numbers[:, place::8] << 4 * index for index, place in enumerate(places))
+        return torch.as_tensor(words).to(torch.int32)
+
+    parts = {f"{stem}qweight": packed(codes), f"{stem}qzeros": packed(zeros), f"{stem}scales": scales}
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    folder, result = tmp_path / "llama-awq", tmp_path / "llama-awq-w4a16"
+    with pytest.raises(UserError, match="in the form awq") as refused:
+        published(folder, parts, settings)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": settings}))
+    code = shlex.split(str(refused.value).partition("python -c ")[2])[0]
+    exec(code.replace('"llama-awq-w4a16"', repr(str(result))))  # it writes into the current folder
+    tensors = PublishedTensors(
+        result, dict.fromkeys(load_file(result / "model.safetensors"), result / "model.safetensors")
+    )
+    expected = (codes - zeros.repeat_interleave(32, 0)).half() * scales.repeat_interleave(32, 0)
+    assert equal(tensors.tensor(NAME, opened), expected.T.bfloat16())
