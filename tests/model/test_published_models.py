@@ -114,6 +114,7 @@ def test_digests_of_a_frozen_base_equal_those_of_the_dense_folder(tmp_path: Path
     assert sources[0].digests and sources[0].digests == sources[1].digests
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize(
     ("which", "widen"),
     [("gpt_oss", Mxfp4Config), ("qwen3_moe", FineGrainedFP8Config), ("llama-w4a16", CompressedTensorsConfig)],

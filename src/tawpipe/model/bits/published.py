@@ -89,7 +89,7 @@ def quantization_of(folder: Path, name: str = "") -> tuple[dict[str, Any], dict[
     except FileNotFoundError:
         config = {}
     except (OSError, ValueError) as error:
-        raise unsupported(str(folder), f"its config.json cannot be read ({error})") from error
+        raise unsupported(str(folder), f"its config.json cannot be used ({error})") from error
     settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config") or {}
     method = settings.get("quant_method") or (BITSANDBYTES if "load_in_4bit" in settings else "")
     if not settings or method in PARTS:
