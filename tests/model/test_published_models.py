@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
+from borders import rows_of
 from model_families import family_config, real_model
+from pipelines import make_pipeline
 from published_folders import (
     BITS_4,
     FP8_CONFIG,
@@ -26,6 +28,7 @@ from published_folders import (
     scheme,
 )
 from tawpipe.errors import UserError
+from tawpipe.model.bits.forms import BlockForm
 from tawpipe.model.bits.published import tensor_headers
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.build import build_model
@@ -33,10 +36,13 @@ from tawpipe.model.files.export import carry, export_hugging_face
 from tawpipe.model.files.exported import differences
 from tawpipe.model.files.pretrained import SafetensorsSource, published_words, stored_dtype, stored_dtypes
 from tawpipe.model.settings import LoraSettings
+from tawpipe.pipeline.pipeline import Pipeline
+from tawpipe.runtime.homes.optimizer import adamw
 
 W4A16 = scheme(4, group_size=8)
 MATRICES = r"layers.*(proj|proj_with_mqa|experts\.\d+\.\w+)\.weight$"
 SIZES: dict[str, dict[str, Any]] = {
+    "llama-nf4": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16},
     "qwen3_moe": {"intermediate_size": 48},  # transformers reads no FP8 whose sizes are no multiples of the blocks
 }
@@ -50,6 +56,7 @@ MODELS: dict[str, tuple[str, Any, str, Any, str]] = {
         "FP8 in blocks of 16 x 8",
     ),
     "deepseek_v3": ("deepseek_v3", FP8_CONFIG, MATRICES, fp8, "FP8 in blocks of 128 x 128"),
+    "llama-fp8": ("llama", FP8_CONFIG, MATRICES, fp8, "FP8 in blocks of 128 x 128"),
     "llama-nf4": ("llama", BITS_4, MATRICES, nf4, "nf4 of bitsandbytes"),
     "llama-w4a16": (
         "llama",
@@ -71,7 +78,7 @@ MODELS: dict[str, tuple[str, Any, str, Any, str]] = {
 def folder_of(tmp_path: Path, which: str) -> tuple[Path, str]:
     """A folder of a tiny model in few bits, with a dense one beside it, and the words for its form."""
     family, settings, pattern, encode, words = MODELS[which]
-    config = family_config(family, **SIZES.get(family, {}))
+    config = family_config(family, **SIZES.get(which, SIZES.get(family, {})))
     publish(real_model(config, torch.float32), folder := tmp_path / "few", settings, pattern, encode)
     return folder, words
 
@@ -97,7 +104,9 @@ def test_every_parameter_equals_that_of_the_dense_folder(tmp_path: Path, which: 
     chain, dense = chain_of(folder), folder.with_name("few-dense")
     few, expected = parameters(chain, folder), parameters(chain, dense)
     assert few.keys() == expected.keys() and different(few, expected) == []
-    assert published_words(folder) == f"{words}, widened to bfloat16" and published_words(dense) == ""
+    assert published_words(folder, kept=False) == f"{words}, widened to bfloat16"
+    assert published_words(folder, kept=True) == f"{words}, stored and sent as published"
+    assert published_words(dense, kept=False) == ""
     assert stored_dtype(folder) == torch.bfloat16 and stored_dtypes(folder) == stored_dtypes(dense)
     source = SafetensorsSource(chain, folder)
     assert source.wide_parameters == SafetensorsSource(chain, dense).wide_parameters
@@ -150,12 +159,16 @@ def test_dense_exports_no_longer_claim_a_quantisation(tmp_path: Path, merge: boo
 
 def test_a_line_says_what_is_read_and_what_is_trained(tmp_path: Path) -> None:
     folder, _ = folder_of(tmp_path, "qwen3_moe")
-    words = "weights: FP8 in blocks of 16 x 8, widened to bfloat16; "
+    words = "weights: FP8 in blocks of 16 x 8, "
     full = build_model(str(folder), max_positions=8)
     adapted = build_model(str(folder), max_positions=8, lora=LoraSettings(rank=2))
-    assert full.published_words == words + "training starts from the widened values"
-    assert adapted.published_words == words + "frozen base"
-    assert build_model(str(folder.with_name("few-dense")), max_positions=8).published_words == ""
+    assert full.published_words("none") == words + "widened to bfloat16; training starts from the widened values"
+    assert adapted.published_words("none") == words + "widened to bfloat16; frozen base"
+    kept = "stored and sent as published; frozen base (--quantize)"
+    assert adapted.published_words("published") == words + kept
+    again = "widened to bfloat16; frozen base, rounded again to nf4 (--quantize)"
+    assert adapted.published_words("nf4") == words + again
+    assert build_model(str(folder.with_name("few-dense")), max_positions=8).published_words("none") == ""
 
 
 def test_truncated_file_of_quantised_weights_is_refused(tmp_path: Path) -> None:
@@ -180,3 +193,102 @@ def test_gptq_folder_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="in the form gptq"):
         build_model(str(tmp_path), max_positions=8)
+
+
+KEPT = {
+    "gpt_oss": {"experts.gate_up_proj": (32, 1), "experts.down_proj": (32, 1)},
+    "qwen3_moe": {"experts.gate_up_proj": (16, 8), "experts.down_proj": (16, 8), "k_proj.weight": (16, 8)},
+    "llama-nf4": {"o_proj.weight": (1, 64)},
+    "llama-w4a16": {"down_proj.weight": (1, 8), "q_proj.weight": (1, 8)},
+    "qwen3_moe-w4a16": {"experts.gate_up_proj": (1, 8), "q_proj.weight": (1, 8)},
+}
+"""Model -> ends of names of matrices whose codes are kept, with their blocks."""
+
+
+@pytest.mark.parametrize("which", KEPT)
+def test_published_codes_stand_for_the_widened_values_bit_by_bit(tmp_path: Path, which: str) -> None:
+    """Also where blocks compute in fp32, which could hold products that no library rounds to bf16."""
+    folder, _ = folder_of(tmp_path, which)
+    chain = Chain(build_model(str(folder), max_positions=8, lora=LoraSettings(rank=2)).model)
+    assert chain.form_of("auto") == "published" and chain_of(folder).form_of("auto") == "none"
+    source = SafetensorsSource(chain, folder)
+    chain.quantise("published", torch.float32)
+    blocks = dict[str, tuple[int, int]]()
+    for unit in chain.units:
+        if unit.packing is None:
+            continue
+        values = source.unit(unit)
+        packed, numbers = torch.zeros(unit.packing.elements), torch.empty(unit.numel)
+        unit.packing.pack(values, packed, source.published)
+        unit.packing.unpack(packed, numbers)
+        assert numbers.equal(values)
+        forms = zip(unit.slots, unit.packing.forms, strict=True)
+        blocks |= {
+            slot.name.replace(".base_layer", ""): form.block for slot, form in forms if isinstance(form, BlockForm)
+        }
+    for end, block in KEPT[which].items():
+        assert {size for name, size in blocks.items() if name.endswith(end)} == {block}
+
+
+@pytest.mark.parametrize(("which", "name"), [("llama-nf4", "o_proj"), ("llama-fp8", "down_proj")])
+def test_published_form_holds_the_bytes_of_the_file(tmp_path: Path, which: str, name: str) -> None:
+    """Other forms have their codes in another order, those of 4 bits with the first one in the upper half of a byte."""
+    folder, _ = folder_of(tmp_path, which)
+    chain = Chain(build_model(str(folder), max_positions=8, lora=LoraSettings(rank=2, targets=["q_proj"])).model)
+    source = SafetensorsSource(chain, folder)
+    chain.quantise("published", torch.bfloat16)
+    unit = next(unit for unit in chain.units if unit.packing is not None)
+    assert unit.packing is not None
+    packed = torch.zeros(unit.packing.elements, dtype=torch.bfloat16)
+    unit.packing.pack(source.unit(unit), packed, source.published)
+    index = next(index for index, slot in enumerate(unit.slots) if name in slot.name)
+    place, stored = unit.packing.places[index], load_file(folder / "model.safetensors")[unit.slots[index].name]
+    held = packed.view(torch.uint8)[place.begin : place.begin + place.codes]
+    assert held.equal(stored.view(torch.uint8).flatten())
+
+
+def test_plans_of_a_config_alone_assume_its_forms(tmp_path: Path) -> None:
+    for which in ("gpt_oss", "qwen3_moe", "llama-nf4"):
+        folder, _ = folder_of(tmp_path / which, which)
+        (folder / "model.safetensors").unlink()
+        chain = Chain(build_model(str(folder), max_positions=8, lora=LoraSettings(rank=2)).model)
+        assert chain.form_of("auto") == "published", which
+
+
+def test_published_is_refused_for_dense_weights(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path, "llama-nf4")
+    chain = Chain(build_model(str(folder.with_name("few-dense")), max_positions=8, lora=LoraSettings(rank=2)).model)
+    assert chain.form_of("auto") == "none"
+    with pytest.raises(UserError, match=r"quantize: got 'published'; none, nf4 or int8: .* has no codes"):
+        chain.quantise("published", torch.float32)
+
+
+def steps_of(folder: Path, quantize: str, state: Path | None = None, **knobs: Any) -> list[float]:
+    """Losses of three steps with adapters on experts, the last one after saving to ``state`` and loading it again."""
+    lora = LoraSettings(rank=2, targets=["all-linear", "experts"])
+
+    def made() -> Pipeline:
+        built = build_model(str(folder), max_positions=16, lora=lora)
+        source = lambda chain: built.source(chain, seed=3)  # noqa: E731
+        return make_pipeline(
+            built.model, weights=source, quantize=quantize, optimizer=adamw(1e-2), dtype=torch.float32, **knobs
+        )
+
+    pipeline = made()
+    losses = [pipeline.step(rows_of(step)).loss for step in range(2)]
+    if state is not None:
+        pipeline.save(state)
+        pipeline.close()
+        pipeline = made()
+        pipeline.load(state)
+    losses.append(pipeline.step(rows_of(2)).loss)
+    pipeline.close()
+    return losses
+
+
+@pytest.mark.parametrize("which", ["gpt_oss", "qwen3_moe"])
+def test_training_on_published_codes_equals_training_on_widened_values(tmp_path: Path, which: str) -> None:
+    folder, _ = folder_of(tmp_path, which)
+    expected = steps_of(folder, "none")
+    assert steps_of(folder, "auto", tmp_path / "state") == expected
+    assert steps_of(folder, "published", recompute="none", offloaded_layers=2) == pytest.approx(expected, rel=1e-6)

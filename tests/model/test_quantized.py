@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 from cases import from_bits
 from tawpipe.errors import UserError
 from tawpipe.model.bits import quantized
+from tawpipe.model.bits.forms import FlatForm
 from tawpipe.model.bits.quantized import CELLS, NF4, dequantise, matrices_of, passing_bytes, quantise
 from tawpipe.model.chain import Chain
 from tawpipe.model.units import Packing, ParameterSlot
@@ -109,7 +110,7 @@ def test_packed_unit_stores_quantized_matrices_and_exact_others(dtype):
     for name, shape in shapes.items():
         slots.append(ParameterSlot(name, shape, offset, torch.Size(shape).numel()))
         offset += slots[-1].numel
-    packing = Packing.of(slots, {"q", "odd"}, "nf4", dtype)
+    packing = Packing.of(slots, dict.fromkeys(("q", "odd"), FlatForm("nf4")), "nf4", dtype)
     values = torch.randn(offset, dtype=torch.promote_types(dtype, torch.float32))
     flat, back = torch.zeros(packing.elements, dtype=dtype), torch.empty_like(values)
     packing.pack(values, flat)

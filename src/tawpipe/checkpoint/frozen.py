@@ -13,7 +13,7 @@ from pathlib import Path
 from tawpipe.checkpoint.format import Manifest, read_manifest
 from tawpipe.errors import UserError
 from tawpipe.model.files.pretrained import SNAPSHOTS
-from tawpipe.model.weights import base_name
+from tawpipe.model.units import base_name
 
 OF_LIBRARY = "in the library weights=lambda chain: SafetensorsSource(chain, FOLDER) reads them"
 

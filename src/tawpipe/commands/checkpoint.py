@@ -109,7 +109,7 @@ def _digests_of(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     from tawpipe.model.facts import value_digest
     from tawpipe.model.files.build import build_model
     from tawpipe.model.files.pretrained import SafetensorsSource
-    from tawpipe.model.weights import base_name
+    from tawpipe.model.units import base_name
 
     source, digests = SafetensorsSource(Chain(build_model(str(folder), max_positions=1).model), folder), {}
     for name in names:

@@ -20,7 +20,8 @@ from tawpipe.model.attention.attention import PackedMask
 from tawpipe.model.attention.indexers import spare_indexers
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
-from tawpipe.model.bits.quantized import NONE, check_form, matrices_of
+from tawpipe.model.bits.forms import AnyForm, BlockForm, FlatForm
+from tawpipe.model.bits.quantized import AUTO, NONE, PUBLISHED, check_form, matrices_of
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery.discovery import Discovery, discover, embedding_width
 from tawpipe.model.discovery.first_call import ValuesBefore, first_call
@@ -43,10 +44,12 @@ from tawpipe.model.stubs import (
     taken_by,
     view_with_layers,
 )
-from tawpipe.model.units import Unit, build_blocks, build_units
+from tawpipe.model.units import Unit, base_name, build_blocks, build_units
 from tawpipe.schedule.spec import BlockSpec, ModelSpec
 
 logger = logging.getLogger(__name__)
+PUBLISHED_FORMS = "_tawpipe_published_forms"
+"""Attribute of a model whose folder has codes of 4 or 8 bits: parameter name without ``peft`` -> its form."""
 PROBED_LENGTHS = 5, 7
 """Lengths, in tokens, of two probe rows. Comparing the layers' calls for both shows which arguments have a token
 dimension."""
@@ -181,31 +184,56 @@ class Chain(UnitBinding):
                     module.config._attn_implementation = implementation
 
     def quantise(self, form: str, dtype: torch.dtype) -> None:
-        """Quantise frozen matrices of layers to 4 or 8 bits for storage and transport.
+        """Store and send frozen matrices of layers in 4 or 8 bits; arguments as in ``quantised``.
 
-        Call it before reading ``spec``.
+        Call it before reading ``spec``."""
+        self.units = self.quantised(form, dtype)
+
+    def quantised(self, form: str, dtype: torch.dtype) -> tuple[Unit, ...]:
+        """Return all units, those with frozen matrices of layers stored and sent in 4 or 8 bits.
 
         Args:
-            form: ``nf4``, ``int8``, or ``none`` to do nothing.
+            form: ``nf4`` or ``int8``; ``published`` for the codes and scales of the model's folder; ``none`` for
+                plain numbers; ``auto`` for ``published`` if the folder has such matrices, otherwise ``none``.
             dtype: compute dtype, as passed to ``prepare``.
 
         Raises:
-            UserError: ``form`` is unknown, or no matrix of a layer is frozen.
+            UserError: ``form`` is unknown, or no matrix of a layer is frozen, or the folder has no published codes.
         """
-        check_form(form)
+        form = self.form_of(form)
         if form == NONE:
-            return
-        matrices, layers = matrices_of(self.model), range(1, len(self.blocks) - 1)
+            return self.units
+        forms, layers = self._forms(form), range(1, len(self.blocks) - 1)
 
         def has_some(unit: Unit) -> bool:
             """Return True if the unit is frozen, belongs to layers only, and has a matrix that can be quantised."""
             of_frozen_layers = not unit.trainable and all(block in layers for block in unit.blocks)
-            return of_frozen_layers and any(slot.name in matrices for slot in unit.slots)
+            return of_frozen_layers and any(slot.name in forms for slot in unit.slots)
 
         if not any(map(has_some, self.units)):
             expected = "none, where no matrix of a layer is frozen: train an adapter (LoRA), or freeze layers"
+            if form == PUBLISHED and not forms:
+                expected = "none, nf4 or int8: the model's folder has no codes of 4 or 8 bits that can be kept"
             raise UserError("quantize", form, expected)
-        self.units = tuple(unit.packed(matrices, form, dtype) if has_some(unit) else unit for unit in self.units)
+        return tuple(unit.packed(forms, form, dtype) if has_some(unit) else unit for unit in self.units)
+
+    def form_of(self, form: str) -> str:
+        """Return the form that a setting stands for: ``auto`` means ``published`` or ``none``.
+
+        Raises:
+            UserError: ``form`` is unknown.
+        """
+        check_form(form)
+        frozen = {slot.name for unit in self.units if not unit.trainable for slot in unit.slots}
+        return (PUBLISHED if frozen & self._forms(PUBLISHED).keys() else NONE) if form == AUTO else form
+
+    def _forms(self, form: str) -> Mapping[str, AnyForm]:
+        """Return name -> form, for the matrices that can be quantised."""
+        matrices = matrices_of(self.model)
+        if form != PUBLISHED:
+            return dict.fromkeys(matrices, FlatForm(form))
+        published: Mapping[str, BlockForm] = getattr(self.model, PUBLISHED_FORMS, {})
+        return {name: published[base_name(name)] for name in matrices if base_name(name) in published}
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:
         """Replace every parameter of the model by a placeholder without values, and move every buffer to ``device``.

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from tawpipe.model.bits.quantized import BLOCK, dequantise, passing_bytes, quantise
+from tawpipe.model.bits.forms import AnyForm, BlockForm, FlatForm
+from tawpipe.model.bits.quantized import quantise
 from tawpipe.model.roles import roles_of
 from tawpipe.schedule.spec import BlockSpec, UnitSpec
 
 ALIGNED_ELEMENTS = 8
 """Number of elements: parameters whose size is a multiple of it come first in a unit. So one scalar of odd size does
 not take the 16-byte alignment (in bf16), which grouped and vectorised kernels want, from the parameters behind it."""
+Published = Callable[[str], tuple[Tensor, Tensor]]
+"""Function from a parameter's name to its codes, one in each uint8, and its fp32 scales."""
 ALIGNED_BYTES = 16
 """Alignment in bytes of every parameter in a packed unit, so that any dtype can be read there."""
+
+
+def base_name(name: str) -> str:
+    """Return the name that a parameter has without ``peft`` around its module.
+
+    >>> base_name("mlp.experts.base_layer.base_layer.down_proj")  # one layer of peft for each adapted parameter
+    'mlp.experts.down_proj'
+    """
+    return re.sub(r"(\.base_layer)+(?=\.)", "", name)
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,8 @@ class Packing:
     bytes (codes and scales of each matrix, and the numbers of other parameters), so nothing may compute with it.
 
     Args:
-        form: format of the quantised matrices, ``nf4`` or ``int8``.
+        form: value of the setting: ``nf4``, ``int8`` or ``published``.
+        forms: form of every parameter, or None for a parameter that is not quantised.
         slots: parameters of the unit.
         places: byte positions of these parameters, in the same order.
         compute_dtype: dtype of the buffer as transport sees it, and dtype in which blocks compute.
@@ -77,6 +91,7 @@ class Packing:
     """
 
     form: str
+    forms: tuple[AnyForm | None, ...]
     slots: tuple[ParameterSlot, ...]
     places: tuple[_Place, ...]
     compute_dtype: torch.dtype
@@ -84,26 +99,30 @@ class Packing:
 
     @classmethod
     def of(
-        cls, slots: Sequence[ParameterSlot], matrices: Collection[str], form: str, compute_dtype: torch.dtype
+        cls,
+        slots: Sequence[ParameterSlot],
+        forms: Mapping[str, AnyForm],
+        form: str,
+        compute_dtype: torch.dtype,
     ) -> Packing:
         """Build the byte layout of a unit.
 
         Args:
             slots: parameters of the unit.
-            matrices: names of the parameters to quantise. All others keep their numbers in fp32 (fp64 for fp64).
-            form: ``nf4`` or ``int8``.
+            forms: name -> form, for the parameters that are quantised. All others keep their numbers in fp32 (fp64 for
+                fp64).
+            form: ``nf4``, ``int8`` or ``published``.
             compute_dtype: dtype in which blocks compute.
         """
         exact, places, begin = torch.promote_types(compute_dtype, torch.float32), list[_Place](), 0
-        for slot in slots:
-            blocks = -(-slot.numel // BLOCK)
-            codes = blocks * BLOCK // (2 if form == "nf4" else 1)
-            place = _Place(begin, codes, 4 * blocks)
-            if slot.name not in matrices:
-                place = _Place(begin, slot.numel * exact.itemsize, 0)
+        of_slots = tuple(forms.get(slot.name) for slot in slots)
+        for slot, each in zip(slots, of_slots, strict=True):
+            place = _Place(begin, slot.numel * exact.itemsize, 0)
+            if each is not None:
+                place = _Place(begin, each.code_bytes(slot.shape), 4 * each.scales(slot.shape))
             places.append(place)
             begin += -(-(place.codes + place.scales) // ALIGNED_BYTES) * ALIGNED_BYTES
-        return cls(form, tuple(slots), tuple(places), compute_dtype, exact)
+        return cls(form, of_slots, tuple(slots), tuple(places), compute_dtype, exact)
 
     @property
     def elements(self) -> int:
@@ -114,34 +133,35 @@ class Packing:
     @property
     def passing_bytes(self) -> int:
         """Temporary bytes that ``unpack`` takes on CUDA, or 0 if no parameter is quantised."""
-        of_matrices = zip(self.slots, self.places, strict=True)
-        return max((passing_bytes(self.form, slot.numel) for slot, place in of_matrices if place.scales), default=0)
+        of_slots = zip(self.slots, self.forms, strict=True)
+        return max((form.passing_bytes(slot.shape) for slot, form in of_slots if form is not None), default=0)
 
-    def _parts(self, packed: Tensor) -> Iterator[tuple[ParameterSlot, Tensor, Tensor | None]]:
-        """Yield every slot with views of its bytes in ``packed``.
+    def _parts(self, packed: Tensor) -> Iterator[tuple[ParameterSlot, AnyForm | None, Tensor, Tensor]]:
+        """Yield every slot with its form and views of its bytes in ``packed``: codes and scales.
 
-        Each item is (slot, codes, scales), or (slot, numbers, None) for a parameter that is not quantised."""
+        For a parameter that is not quantised they are its numbers and an empty tensor."""
         raw = packed.view(torch.uint8)
-        for slot, place in zip(self.slots, self.places, strict=True):
-            stored = raw[place.begin : place.begin + place.codes]
-            if place.scales:
-                yield slot, stored, raw[place.begin + place.codes : place.end].view(torch.float32)
-            else:
-                yield slot, stored.view(self.exact_dtype), None
+        for slot, form, place in zip(self.slots, self.forms, self.places, strict=True):
+            stored, scales = raw[place.begin : place.begin + place.codes], raw[place.begin + place.codes : place.end]
+            yield slot, form, stored if form else stored.view(self.exact_dtype), scales.view(torch.float32)
 
-    def pack(self, values: Tensor, out: Tensor) -> None:
+    def pack(self, values: Tensor, out: Tensor, published: Published | None = None) -> None:
         """Quantise the numbers of a unit and write them as bytes into ``out``.
 
         Args:
             values: flat layout of the unit, ``[numel]``.
             out: the packed buffer, ``[elements]`` or longer, of the compute dtype.
+            published: function that returns codes and scales of a parameter in blocks of rows and columns.
         """
-        for slot, stored, scales in self._parts(out):
+        for slot, form, stored, scales in self._parts(out):
             slot_values = slot.part(values)
-            if scales is None:
+            if form is None:
                 stored.copy_(slot_values)
+            elif isinstance(form, FlatForm):
+                quantise(form.kind, slot_values, stored, scales)
             else:
-                quantise(self.form, slot_values, stored, scales)
+                assert published is not None, f"{slot.name} has no published codes"
+                form.store(published(slot.name), stored, scales)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
         """Write the numbers of the packed unit ``packed`` into ``out``, the unit's flat layout.
@@ -149,33 +169,35 @@ class Packing:
         If ``out`` has a wider dtype than the compute dtype, quantised matrices are first rounded to the compute dtype,
         because blocks compute with the rounded values."""
         rounds = torch.promote_types(out.dtype, self.compute_dtype) != self.compute_dtype
-        for slot, stored, scales in self._parts(packed):
-            target = slot.part(out)
-            if scales is None:
-                target.copy_(stored)
+        for slot, form, stored, scales in self._parts(packed):
+            target = slot.view(out)
+            if form is None:
+                target.copy_(stored.view(slot.shape))
             elif rounds:
-                computes = torch.empty(slot.numel, dtype=self.compute_dtype, device=out.device)
-                dequantise(self.form, stored, scales, computes)
+                computes = torch.empty(slot.shape, dtype=self.compute_dtype, device=out.device)
+                form.dequantise(stored, scales, computes)
                 target.copy_(computes)
             else:
-                dequantise(self.form, stored, scales, target)
+                form.dequantise(stored, scales, target)
 
     def as_computed(self, name: str, values: Tensor) -> Tensor:
         """Return the values of one parameter after quantisation and back: the values that blocks compute with.
 
         Args:
             name: canonical name of the parameter. If it is not quantised, ``values`` is returned unchanged.
-            values: exact values of the parameter, on the CPU. The result has their dtype.
+            values: exact values of the parameter, on the CPU. The result has their dtype. Values of a published form
+                stand for its codes and scales already.
         """
-        slot, place = next(pair for pair in zip(self.slots, self.places, strict=True) if pair[0].name == name)
-        if not place.scales:
-            return values
+        index = [slot.name for slot in self.slots].index(name)
+        slot, form, place = self.slots[index], self.forms[index], self.places[index]
+        if form is None or isinstance(form, BlockForm):
+            return values if form is None else values.to(self.compute_dtype).to(values.dtype)
         codes = torch.empty(place.codes, dtype=torch.uint8, device="cpu")
         scales = torch.empty(place.scales // 4, device="cpu")
-        quantise(self.form, values.flatten(), codes, scales)
-        computes = torch.empty(slot.numel, dtype=self.compute_dtype, device="cpu")
-        dequantise(self.form, codes, scales, computes)
-        return computes.view(slot.shape).to(values.dtype)
+        quantise(form.kind, values.flatten(), codes, scales)
+        computes = torch.empty(slot.shape, dtype=self.compute_dtype, device="cpu")
+        form.dequantise(codes, scales, computes)
+        return computes.to(values.dtype)
 
 
 @dataclass(frozen=True)
@@ -211,15 +233,15 @@ class Unit:
         counted = [slot for slot in self.slots if len(slot.shape) >= least_dimensions]
         return sum(slot.numel * (share if ".experts." in slot.name else 1) for slot in counted)
 
-    def packed(self, matrices: Collection[str], form: str, compute_dtype: torch.dtype) -> Unit:
+    def packed(self, forms: Mapping[str, AnyForm], form: str, compute_dtype: torch.dtype) -> Unit:
         """Return a copy of this unit that is stored and sent as bytes, with ``.{form}`` behind its name.
 
         Args:
-            matrices: names of the parameters to quantise.
-            form: ``nf4`` or ``int8``.
+            forms: name -> form, for the parameters that are quantised.
+            form: ``nf4``, ``int8`` or ``published``.
             compute_dtype: dtype in which blocks compute.
         """
-        packing = Packing.of(self.slots, matrices, form, compute_dtype)
+        packing = Packing.of(self.slots, forms, form, compute_dtype)
         return replace(self, name=f"{self.name}.{form}", packing=packing)
 
 

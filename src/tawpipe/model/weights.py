@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -223,15 +222,6 @@ class Conversion:
             rule.add_tensor(self.target, name, pattern, value)
         converted = rule.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
-
-
-def base_name(name: str) -> str:
-    """Return the name that a parameter has without ``peft`` around its module.
-
-    >>> base_name("mlp.experts.base_layer.base_layer.down_proj")  # one layer of peft for each adapted parameter
-    'mlp.experts.down_proj'
-    """
-    return re.sub(r"(\.base_layer)+(?=\.)", "", name)
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:

@@ -60,7 +60,8 @@ class TrainingSettings:
             ``sequence_ranks`` for them. 0 for training on rows.
         work: model of the compute time of a document, by which documents are assigned to ranks; by default their FLOPs.
         compile_layers: compile layers with ``torch.compile``; layers of one kind are compiled once.
-        quantize: form in which frozen matrices of layers are stored and sent, ``nf4`` or ``int8``. Blocks dequantise
+        quantize: form in which frozen matrices of layers are stored and sent: ``nf4`` or ``int8``; ``published`` for
+            the codes and scales of the folder; ``auto`` for ``published`` if there are such codes. Blocks dequantise
             them when they compute. ``none`` leaves frozen matrices in the dtype of all other weights.
         without_mtp: train and export the model without its multi-token-prediction heads, which cannot be trained here.
     """
@@ -165,7 +166,7 @@ def refuse_settings(
         expected = "false with schedule.sequence_ranks: keys and values are made by a layer that is left half-way"
         raise UserError("compile_layers", True, expected)
     compression = settings.weights_compression
-    if quantize != NONE and compression not in ("none", "exact"):
+    if quantize not in (AUTO, NONE) and compression not in ("none", "exact"):
         expected = f"none or exact with quantize={quantize}: what is frozen travels in fewer bits already"
         raise UserError("schedule.weights_compression", compression, expected)
     if compression == "exact" and dtype not in (None, torch.bfloat16):

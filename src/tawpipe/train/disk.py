@@ -11,15 +11,13 @@ import torch
 
 from tawpipe.checkpoint.names import complete_states
 from tawpipe.errors import UserError
-from tawpipe.model.bits.quantized import NONE, matrices_of
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.build import BuiltModel
 from tawpipe.model.files.pretrained import stored_dtype
-from tawpipe.model.units import Packing, Unit
+from tawpipe.model.units import Unit
 from tawpipe.model.weights import is_adapter
 from tawpipe.plan.cost.updates import states_of
 from tawpipe.runtime.dtype import master_dtype
-from tawpipe.runtime.homes.storage import is_of_layer
 from tawpipe.train.exporting import Form
 from tawpipe.train.saying.words import gib
 from tawpipe.train.settings.config import TrainConfig
@@ -95,7 +93,6 @@ def state_bytes(
     master, states = master_dtype(computed), states_of(optimizer, chain.units)
     stored = torch.float32 if built.folder is None else stored_dtype(built.folder)
     exact = master if torch.promote_types(stored, computed) != computed else computed
-    matrices = matrices_of(chain.model)
 
     def of(unit: Unit) -> float:
         """Return the bytes of ``unit`` in a checkpoint."""
@@ -103,11 +100,11 @@ def state_bytes(
             return unit.numel * master.itemsize * (1 + (states[unit.index] if isinstance(states, tuple) else states))
         if built.folder is not None and config.checkpoint.frozen == "reference":
             return sum(slot.numel for slot in unit.slots if is_adapter(chain.model, slot.name)) * exact.itemsize
-        if config.quantize != NONE and is_of_layer(unit, chain.units):
-            return Packing.of(unit.slots, matrices, config.quantize, computed).elements * computed.itemsize
+        if unit.packing is not None:
+            return unit.packing.elements * computed.itemsize
         return unit.numel * exact.itemsize
 
-    return int(sum(map(of, chain.units)))
+    return int(sum(map(of, chain.quantised(config.quantize, computed))))
 
 
 def checkpoints_at_most(config: TrainConfig, *, done: int, existing: int) -> int:

@@ -233,10 +233,12 @@ def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
     console.notice(built.other_base_words, other_commit_words(state, built))
     name, why = chosen_dtype(config.dtype, world, state.dtype if state is not None else "")
     dtype = DTYPES[name]
-    console.notice(built.published_words, built.balance_words, built.wide_words(chain, dtype))
+    config = replace(config, quantize=chain.form_of(config.quantize))
+    console.notice(built.published_words(config.quantize), built.balance_words, built.wide_words(chain, dtype))
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
     optimizer, line = resumed_factory(factory_of(config), run.start, chain.units)
     console.notice(line)
+    run = replace(run, config=config)
     return BuiltRun(**vars(run), built=built, chain=chain, optimizer=optimizer, dtype=dtype, why_dtype=why)
 
 

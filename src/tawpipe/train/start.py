@@ -20,7 +20,7 @@ from tawpipe.data.tokenizer import check_vocabulary, has_tokenizer
 from tawpipe.dealing.lengths import Dealing, LengthLimits, in_like_lengths
 from tawpipe.environment import started_by_local_launcher
 from tawpipe.errors import UserError
-from tawpipe.model.bits.quantized import NONE
+from tawpipe.model.bits.quantized import AUTO, NONE
 from tawpipe.model.chain import Chain
 from tawpipe.model.facts import Fact
 from tawpipe.model.files.adapters import adapter_facts
@@ -85,7 +85,7 @@ def refuse_other_form(config: TrainConfig, manifest: Manifest, place: str) -> No
     Args:
         place: folder of the checkpoint, for the message.
     """
-    if (form := manifest.get("quantize", NONE)) != config.quantize:
+    if config.quantize not in (AUTO, form := manifest.get("quantize", NONE)):
         raise UserError("--quantize", config.quantize, f"{form}, as in the checkpoint {place}")
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tawpipe.errors import UserError
 
-NONE = "none"
-FORMS = (NONE, "nf4", "int8")
+AUTO, NONE, PUBLISHED = "auto", "none", "published"
+FORMS = (AUTO, NONE, PUBLISHED, "nf4", "int8")
 BLOCK = 64
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

@@ -62,6 +62,23 @@ class StoredTensor:
             out[index] = matrix.T if self.transposed else matrix
         return out
 
+    def elements(self) -> tuple[Tensor, Tensor]:
+        """Return the codes, one in each uint8 [shape], and the scales, one for each block of the dense matrices.
+
+        The blocks of nf4 must not cross rows."""
+        codes, scales = self.codes, self.scales
+        if self.table is not None:
+            places = (0, 4) if self.low_first else (4, 0)
+            codes = torch.stack([codes >> place & 15 for place in places], dim=-1).flatten(-2)
+        elif codes.is_floating_point():
+            codes = codes.view(torch.uint8)
+        else:
+            codes = self.integers(codes).view(torch.uint8) & (15 if self.bits == 4 else 255)
+        if self.codes.ndim == 2:
+            codes = codes.flatten()[: prod(self.shape)].view(self.shape)
+            scales = scales.view(self.shape[0], -1) if self.table is not None else scales
+        return (codes.mT, scales.mT) if self.transposed else (codes, scales)
+
     def integers(self, codes: Tensor) -> Tensor:
         """Return a matrix of integer codes as int8 [rows, columns]; those in int32 words are unpacked."""
         return unpacked(codes, self.bits)[:, : self.shape[-1]] if self.bits else codes

@@ -21,7 +21,8 @@ from tawpipe.extras import install_hint
 from tawpipe.model.experts.adapted import stacked_experts
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.settings import ALL_LINEAR, EXPERTS, LoraSettings
-from tawpipe.model.weights import base_name, canonical_names, is_adapter
+from tawpipe.model.units import base_name
+from tawpipe.model.weights import canonical_names, is_adapter
 
 if TYPE_CHECKING:
     from tawpipe.model.chain import Chain

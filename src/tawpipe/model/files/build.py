@@ -14,8 +14,9 @@ import torch
 from tawpipe.errors import UserError
 from tawpipe.model.attention.indexers import freeze_indexers, frozen_words
 from tawpipe.model.bits.published import quantization_of
+from tawpipe.model.bits.quantized import NONE, PUBLISHED
 from tawpipe.model.buffers import wide_parameters, wide_words
-from tawpipe.model.chain import Chain, inner_model
+from tawpipe.model.chain import PUBLISHED_FORMS, Chain, inner_model
 from tawpipe.model.files.adapters import adapter_facts, adapter_words, freeze, other_base_words, with_adapter
 from tawpipe.model.files.carried import GENERATION, read_settings, stop_tokens
 from tawpipe.model.files.pretrained import (
@@ -26,6 +27,7 @@ from tawpipe.model.files.pretrained import (
     count_files,
     files_to_fetch,
     has_weights,
+    published_forms,
     published_words,
     stored_dtype,
     unread_files,
@@ -123,12 +125,17 @@ class BuiltModel:
             words += f"; not read: {', '.join(unread)}"
         return words if self.adapter is None else f"{words}; adapter: {self.adapter}"
 
-    @property
-    def published_words(self) -> str:
-        """Line about the form of quantised weights and their use in training, or ``""`` for dense weights."""
-        words = "" if self.folder is None else published_words(self.folder)
+    def published_words(self, form: str) -> str:
+        """Return a line about the form of quantised weights and their use in training, or ``""`` for dense weights.
+
+        Args:
+            form: form in which frozen matrices are stored and sent.
+        """
+        kept = form == PUBLISHED
+        words = "" if self.folder is None else published_words(self.folder, kept=kept)
         use = "frozen base" if self.adapter_settings else "training starts from the widened values"
-        return f"weights: {words}; {use}" if words else ""
+        more = " (--quantize)" if kept else f", rounded again to {form} (--quantize)" if form != NONE else ""
+        return f"weights: {words}; {use}{more}" if words else ""
 
     @property
     def adapter_settings(self) -> dict[str, Any]:
@@ -227,6 +234,8 @@ def build_model(
     if folder is not None and (stops := stop_tokens(read_settings(folder, GENERATION))):
         model.generation_config.eos_token_id = stops  # as ``from_pretrained`` does
     check_rope(spec, model, rope)
+    if folder is not None and (forms := published_forms(model, folder)):
+        setattr(model, PUBLISHED_FORMS, forms)
     if lora.active:
         local = Path(spec).expanduser()
         base = str(local.resolve()) if local.is_dir() else spec.partition("@")[0]

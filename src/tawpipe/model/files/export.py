@@ -27,7 +27,8 @@ from tawpipe.model.files.exported import differences
 from tawpipe.model.files.merged import Merged
 from tawpipe.model.files.pretrained import SafetensorsSource, has_weights, stored_dtype, stored_dtypes
 from tawpipe.model.refuse import unsupported
-from tawpipe.model.weights import Conversion, base_name, canonical_names, is_adapter
+from tawpipe.model.units import base_name
+from tawpipe.model.weights import Conversion, canonical_names, is_adapter
 
 logger = logging.getLogger(__name__)
 

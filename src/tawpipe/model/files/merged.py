@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.experts.adapted import LowRank
-from tawpipe.model.units import Unit
-from tawpipe.model.weights import base_name, canonical_names, is_adapter
+from tawpipe.model.units import Unit, base_name
+from tawpipe.model.weights import canonical_names, is_adapter
 
 
 def refuse_unmergeable(outer_model: nn.Module) -> None:

@@ -11,18 +11,27 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tawpipe.model.bits.published import PublishedTensors, quantization_of, tensor_headers, widened_dtype
+from tawpipe.model.bits.forms import BlockForm
+from tawpipe.model.bits.published import (
+    PublishedTensors,
+    assumed_forms,
+    quantization_of,
+    tensor_headers,
+    widened_dtype,
+)
 from tawpipe.model.buffers import persistent_buffers
 from tawpipe.model.chain import Chain
 from tawpipe.model.facts import Fact, Facts, config_facts, tensor_facts, value_digest
 from tawpipe.model.files.adapters import CONFIG, VALUES, AdapterValues
 from tawpipe.model.refuse import unsupported
-from tawpipe.model.units import Unit
-from tawpipe.model.weights import Conversion, InitSource, base_name, canonical_names, flatten, is_adapter
+from tawpipe.model.units import Unit, base_name
+from tawpipe.model.weights import Conversion, InitSource, canonical_names, flatten, is_adapter
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SNAPSHOTS = "snapshots"
@@ -189,6 +198,39 @@ class SafetensorsSource:
         if len(group.sources) > 1:
             return None
         return self._tensors.codes(group.sources[0][0], cache(lambda path: safe_open(path, framework="pt")))
+
+    def forms(self) -> dict[str, BlockForm]:
+        """Return name of a parameter -> form in which its published codes and scales can be stored and sent.
+
+        Parameters that are made of several tensors are included if blocks end where the tensors do."""
+        from safetensors import safe_open
+
+        opened = cache(lambda path: safe_open(path, framework="pt"))
+        shapes, forms = {name: tuple(p.shape) for name, p in self._model.named_parameters()}, dict[str, BlockForm]()
+        for group in self._groups.values():
+            keys = [key for key, _ in group.sources]
+            form, *others = {self._tensors.form(key, opened) for key in keys}
+            if form is None or others:
+                continue
+            dense = [self._tensors.shape(key, opened) for key in keys]
+            if len(keys) > 1 and any(shape[dim] % form.block[dim] for shape in dense for dim in (-2, -1)):
+                continue
+            grids = group.apply((torch.empty(form.grid(shape), device="meta") for shape in dense), self._model)
+            for name, grid in grids.items():
+                shape = shapes.get(self._aliases.get(name, name), ())
+                if len(shape) > 1 and tuple(grid.shape) == form.grid(shape):
+                    forms[name] = form
+        return forms
+
+    def published(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the codes of a parameter that ``forms`` names, one in each uint8, and its fp32 scales."""
+        from safetensors import safe_open
+
+        opened, group = cache(lambda path: safe_open(path, framework="pt")), self._groups[self._group_of[name]]
+        stored = [self._tensors.stored(key, opened) for key, _ in group.sources]
+        codes, scales = zip(*(each.elements() for each in stored if each is not None), strict=True)
+        parts = [group.apply(each, self._model)[base_name(name)] for each in (codes, scales)]
+        return parts[0], parts[1]
 
     def _check_shapes(self, state: dict[str, Tensor]) -> None:
         """Raise UserError if a stored tensor that needs no conversion has another shape than in the model.
@@ -376,10 +418,16 @@ def unread_files(folder: Path) -> list[str]:
     )
 
 
-def published_words(folder: Path) -> str:
-    """Return the form of a folder's quantised weights and the dtype that they are widened to; empty if dense."""
+def published_words(folder: Path, *, kept: bool) -> str:
+    """Return the form of a folder's quantised weights and what becomes of them; empty if they are dense.
+
+    Args:
+        folder: the folder.
+        kept: True if their codes are stored and sent as they are.
+    """
     tensors = PublishedTensors(folder, _files_by_key(folder))
-    return f"{tensors.words}, widened to {str(tensors.dtype).removeprefix('torch.')}" if tensors.words else ""
+    use = "stored and sent as published" if kept else f"widened to {str(tensors.dtype).removeprefix('torch.')}"
+    return f"{tensors.words}, {use}" if tensors.words else ""
 
 
 def stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
@@ -406,6 +454,22 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 def _is_plain(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def published_forms(model: Any, folder: Path) -> dict[str, BlockForm]:
+    """Return parameter name -> form of its codes in a folder of quantised weights; empty for dense weights.
+
+    A folder without weights gives the forms that its config.json describes, for plans.
+
+    Args:
+        model: the model of the folder, without ``peft``.
+        folder: the folder.
+    """
+    config, settings = quantization_of(folder)
+    if not settings or not has_weights(folder):
+        return assumed_forms(config, settings, model)
+    as_chain: Any = SimpleNamespace(model=model)  # a chain would be followed once more
+    return SafetensorsSource(as_chain, folder, checks=False).forms()
 
 
 def check_weights(folder: Path) -> None:

@@ -21,6 +21,7 @@ from tawpipe.simulate import LinkModel
 CHANGES: tuple[Mapping[str, tuple[Any, Any]], ...] = (
     {"lora.rank": (None, 16)},
     {"lora.rank": (None, 16), "quantize": ("none", "nf4")},
+    {"lora.rank": (None, 16), "quantize": ("auto", "nf4")},
     {"schedule.sequence_chunk": (0, 2048)},
     {"schedule.early_updates": (False, True)},
 )

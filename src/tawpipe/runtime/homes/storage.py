@@ -373,7 +373,7 @@ class Storage:
         if unit.packing is None:
             flat[: unit.numel] = values
         else:
-            unit.packing.pack(values, flat)
+            unit.packing.pack(values, flat, getattr(source, "published", None))
         return flat
 
     def _put(self, unit: int, shard: Tensor) -> None:

@@ -92,7 +92,7 @@ def check_plannable(config: TrainConfig) -> None:
     config.check_data()
     config.rope.check()
     config.lora.check()
-    if config.quantize != "none" and not (config.lora.active or config.freeze):
+    if config.quantize not in ("auto", "none") and not (config.lora.active or config.freeze):
         expected = (
             "none unless something is frozen (--lora.rank trains an adapter alone, --freeze names frozen parameters)"
         )

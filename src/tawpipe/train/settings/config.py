@@ -265,10 +265,11 @@ class TrainConfig(DataSettings):
     )
     """Type in which the model computes and weights travel. auto means bfloat16 on GPUs that support it, else float32; a
     resumed run keeps its type. Master weights and optimizer state are float32, or float64 under float64."""
-    quantize: Literal["none", "nf4", "int8"] = "none"
+    quantize: Literal["auto", "none", "nf4", "int8", "published"] = "auto"
     """Form in which the frozen matrices of layers are stored and travel. nf4 uses 4 bits, as in QLoRA; int8 uses 8
-    bits; both have one scale for every 64 values, and are dequantised where a layer computes. none keeps the type of
-    the run."""
+    bits; both have one scale for every 64 values, and are dequantised where a layer computes. published keeps the codes
+    and scales of a model's folder in FP8, MXFP4, nf4 or compressed-tensors, without a second rounding. none keeps the
+    type of the run. auto means published for a frozen base whose folder has such codes, otherwise none."""
     learning_rate: float = bounded(open_number(2e-3), above=0)
     """Highest learning rate, reached at the end of the warm-up. null means 2e-3 for random weights, 1e-5 for a model
     with weights and 2e-4 for an adapter; under adafactor 1e-2, 1e-3 and 1e-2. sgd has no default: set a value."""

@@ -1,0 +1,119 @@
+"""Forms in which frozen matrices are stored and sent: blocks of the flat matrix, or blocks of rows and columns.
+
+A form says how many bytes a matrix takes, and makes numbers of them. Blocks of rows and columns are those of published
+folders, whose codes and scales are kept as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from tawpipe.model.bits.quantized import BLOCK, NF4, dequantise, passing_bytes
+from tawpipe.model.bits.stored import E2M1
+
+INTEGERS = tuple(float(code if code < 8 else code - 16) for code in range(16))
+"""Numbers of the codes of 4 bits as two's complements."""
+TABLES = {"nf4": NF4, "mxfp4": E2M1, "int4": INTEGERS}
+"""Kind of codes of 4 bits -> the numbers that they stand for."""
+AT_ONCE = 2**22
+"""Largest number of elements that are dequantised at one time from blocks of rows and columns."""
+
+
+@dataclass(frozen=True)
+class FlatForm:
+    """Blocks of 64 numbers of the flat matrix, ``nf4`` or ``int8``; the codes are made here."""
+
+    kind: str
+
+    def code_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of a matrix's codes."""
+        return self.scales(shape) * BLOCK // (2 if self.kind == "nf4" else 1)
+
+    def scales(self, shape: Sequence[int]) -> int:
+        """Return the number of a matrix's scales."""
+        return -(-prod(shape) // BLOCK)
+
+    def passing_bytes(self, shape: Sequence[int]) -> int:
+        """Return the temporary bytes that ``dequantise`` takes on CUDA."""
+        return passing_bytes(self.kind, prod(shape))
+
+    def dequantise(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write the numbers of codes and scales into ``out``, of the matrix's shape."""
+        dequantise(self.kind, codes, scales, out.view(-1))
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """Blocks of rows and columns of a published matrix, or of each matrix of a stack.
+
+    Attributes:
+        kind: ``fp8`` (e4m3), ``mxfp4``, ``nf4``, ``int4`` or ``int8``.
+        block: rows and columns of numbers that share a scale.
+        dtype: dtype to which numbers are rounded before the dtype in which blocks compute.
+    """
+
+    kind: str
+    block: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.kind in TABLES else 8
+
+    def code_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of a matrix's codes, a multiple of 4."""
+        return -(-prod(shape) * self.bits // 32) * 4
+
+    def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a matrix's scales."""
+        return (*shape[:-2], -(-shape[-2] // self.block[0]), -(-shape[-1] // self.block[1]))
+
+    def scales(self, shape: Sequence[int]) -> int:
+        """Return the number of a matrix's scales."""
+        return prod(self.grid(shape))
+
+    def passing_bytes(self, shape: Sequence[int]) -> int:
+        """Return the temporary bytes that ``dequantise`` takes on CUDA: indices, numbers and scales of one portion."""
+        return 14 * min(prod(shape), max(AT_ONCE, shape[-1] * self.block[0]))
+
+    def store(self, values: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor) -> None:
+        """Write codes, one in each uint8, and scales of a matrix into the bytes that are sent."""
+        elements = values[0].flatten()
+        if self.bits == 4:
+            pairs = torch.nn.functional.pad(elements, (0, elements.numel() % 2)).view(-1, 2)
+            elements = pairs[:, 0] << 4 | pairs[:, 1]
+        codes[: elements.numel()] = elements
+        scales.copy_(values[1].flatten())
+
+    def dequantise(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write the numbers of codes and scales into ``out``, of the matrix's shape, some rows at a time."""
+        (rows, columns), grid = self.block, scales.view(self.grid(out.shape))
+        if out.ndim > 2 and out.shape[-2] % rows:  # blocks at the lower edges of the matrices of a stack are smaller
+            size = out[0].numel() * self.bits // 8
+            for index, matrix in enumerate(out):
+                self.dequantise(codes[index * size : (index + 1) * size], grid[index].flatten(), matrix)
+            return
+        out, grid = out.flatten(0, -2), grid.flatten(0, -2)
+        width = out.shape[1] * self.bits // 8
+        step = max(1, AT_ONCE // (rows * out.shape[1])) * rows
+        for begin in range(0, len(out), step):
+            part = out[begin : begin + step]
+            wide = grid[begin // rows :][: -(-len(part) // rows)].repeat_interleave(columns, dim=1)[:, : out.shape[1]]
+            numbers = self._numbers(codes[begin * width :][: len(part) * width]).view(len(part), -1)
+            numbers *= wide.repeat_interleave(rows, dim=0)[: len(part)]
+            part.copy_(numbers.to(self.dtype))
+
+    def _numbers(self, codes: Tensor) -> Tensor:
+        """Return the fp32 numbers of codes, before scaling."""
+        if self.kind in TABLES:
+            table = torch.tensor(TABLES[self.kind], device=codes.device)
+            return table.index_select(0, torch.stack([codes >> 4, codes & 15], dim=1).flatten().int())
+        return codes.view(torch.float8_e4m3fn if self.kind == "fp8" else torch.int8).float()
+
+
+AnyForm = FlatForm | BlockForm
