@@ -7,7 +7,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery.discovery import Discovery, discover, embedding_width
 from tawpipe.model.discovery.first_call import ValuesBefore, first_call
 from tawpipe.model.experts.adapted import take_adapters
+from tawpipe.model.experts.balance import Balance, Piece, balance_of
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.mixers.in_turn import embed_in_turn
@@ -71,8 +74,8 @@ class Chain(UnitBinding):
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM``, usually on the meta device, or a ``peft`` model around one. Its
-            attention implementation is replaced by ours, and the way in which adapters on stacked experts compute.
-            Nothing else of it changes before ``prepare``.
+            attention implementation is replaced by ours, as is the way in which adapters on stacked experts compute, and
+            ``output_router_logits`` in its config by False. Nothing else of it changes before ``prepare``.
         loss: function used instead of the cross-entropy over the vocabulary; see ``Loss``.
 
     Raises:
@@ -88,6 +91,10 @@ class Chain(UnitBinding):
         self.model = inner_model(model)
         refuse_unsupported(self.model)
         take_adapters(self.model)
+        self.asked_for_balance = self._without_router_logits()
+        """True if the config asked for router logits, and so for a loss that balances experts."""
+        self.balance: Balance | None = None
+        """The loss that balances experts; None for none. ``balance_experts`` sets it."""
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
         """Name of the attention implementation that the model used before."""
@@ -182,6 +189,32 @@ class Chain(UnitBinding):
             for module in self.model.modules():  # a copied layer has its own copy of the config
                 if isinstance(getattr(module, "config", None), type(self.model.config)):
                     module.config._attn_implementation = implementation
+
+    def _without_router_logits(self) -> bool:
+        """Set ``output_router_logits`` to False in the config and its copies; return True if it was True."""
+        config, text = self.model.config, self.model.config.get_text_config()
+        owners = [config, text, *(getattr(module, "config", None) for module in self.model.modules())]
+        asking = [owner for owner in owners if getattr(owner, "output_router_logits", False)]
+        for owner in asking:
+            owner.output_router_logits = False
+        return bool(asking)
+
+    @property
+    def config_as_read(self) -> Any:
+        """Copy of the model's config, with ``output_router_logits`` as before."""
+        config = deepcopy(self.model.config)
+        if self.asked_for_balance:
+            config.get_text_config().output_router_logits = True
+        return config
+
+    def balance_experts(self, value: object) -> str:
+        """Choose the loss that balances experts, and return a sentence about it, or ``""``; see ``balance_of``.
+
+        ``balance.install`` begins it."""
+        if self.balance is not None:
+            self.balance.remove()
+        self.balance, words = balance_of(self.model, self.layers, value, asked=self.asked_for_balance)
+        return words
 
     def quantise(self, form: str, dtype: torch.dtype) -> None:
         """Store and send frozen matrices of layers in 4 or 8 bits; arguments as in ``quantised``.
@@ -430,13 +463,20 @@ class Chain(UnitBinding):
             where, "it depends on the length of the row other than token by token, so that rows cannot be cut in chunks"
         )
 
-    def layer(self, block: int, hidden: Tensor, calls: Sequence[LayerCall] | Mapping[int, LayerCall]) -> Tensor:
+    def layer(
+        self,
+        block: int,
+        hidden: Tensor,
+        calls: Sequence[LayerCall] | Mapping[int, LayerCall],
+        piece: Piece | None = None,
+    ) -> Tensor:
         """Run one of blocks 1 to N: the model's own layer, on hidden states [b, S, H].
 
         Args:
             block: index of the block; block 1 is layer 0.
             hidden: input of the layer. It is never changed in place.
             calls: the layers' calls from ``embed``, by layer number.
+            piece: the tokens, for the loss that balances experts; None to leave it out.
 
         Returns:
             The layer's output [b, S, H].
@@ -444,7 +484,13 @@ class Chain(UnitBinding):
         Raises:
             UserError: the layer changes tensors that it must not change.
         """
-        call, layer = calls[block - 1], self.layers[block - 1]
+        call = calls[block - 1]
+        run = partial(self._layer, block, hidden, call)
+        return run() if self.balance is None else self.balance.around(run, call, piece)
+
+    def _layer(self, block: int, hidden: Tensor, call: LayerCall) -> Tensor:
+        """Run the model's own layer of a block, which must not change its input in place."""
+        layer = self.layers[block - 1]
         state = block, self.model.training
         if state not in self._writes_input:
             output, self._writes_input[state] = first_call(layer, call, hidden, f"layer {block - 1} of {self.name}")

@@ -65,9 +65,6 @@ def _problems(model: Any) -> Iterator[str]:
         yield "the model has no language-modelling head; use the ...ForCausalLM class"
     if getattr(model, "hf_quantizer", None) is not None or not all(p.is_floating_point() for p in model.parameters()):
         yield "quantized weights cannot be trained; give the unquantized model"
-    if getattr(text, "output_router_logits", False):
-        losses = "router auxiliary losses need the router logits of all layers at once and are not supported"
-        yield f"{losses}; set output_router_logits to false in config.json"
     if shared := getattr(text, "num_kv_shared_layers", 0):
         yield f"layers that share keys and values (num_kv_shared_layers={shared}) are not supported"
     refuse_parameters(model)

@@ -85,6 +85,16 @@ def key_of(name: str) -> str:
     return f"rope.{name}"
 
 
+@dataclass(frozen=True)
+class ExpertSettings:
+    """Mixtures of experts."""
+
+    balance: Literal["none", "auto"] | float | None = bounded(None, minimum=0)
+    """Loss that lets tokens spread evenly over experts, layer by layer: its coefficient, auto for the coefficient in
+    the model's config (router_aux_loss_coef), or none. null means auto if output_router_logits is true in the config,
+    else none. 0 only reports the balance. --log shows balance_loss and busiest_expert."""
+
+
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
 
 

@@ -185,9 +185,9 @@ def run_watched(chain: Chain, length: int, step: Callable[[], None]) -> list[Ten
         if sum(part.shape[1] for part in parts) < length:  # chunks arrive in order; later calls are recomputations
             parts.append(value.detach().clone())
 
-    def watched(block: int, hidden: Tensor, calls: Any) -> Tensor:
+    def watched(block: int, hidden: Tensor, calls: Any, piece: Any = None) -> Tensor:
         """Run the layer ``block`` and record its output, and for the first layer also its input."""
-        output = layer(block, hidden, calls)
+        output = layer(block, hidden, calls, piece)
         if block == 1:
             keep(0, hidden)
         keep(block, output)

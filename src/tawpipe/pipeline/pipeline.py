@@ -154,6 +154,8 @@ class Pipeline:
                 raise UserError("loss", loss, "unset beside a Chain, which was made with its own")
             loss = chain.loss
         settle_mtp(chain.model, without=training.without_mtp)
+        if (words := chain.balance_experts(training.balance)) and chain is not model:
+            logger.warning("%s", words)
         refuse_cut_rows(chain, settings)
         self.work = training.work or work_of(chain)
         source = values_alike(chain, weights, training.seed, world)
@@ -171,6 +173,8 @@ class Pipeline:
         untested = checks.check == "auto" and (in_chunks or not is_tested(chain.outer_model, loss))
         if (checks.check == "always" or untested) and not self.checked:
             self.checked = check_on_rank_0(Pipeline, chain, source, world, loss=loss, in_chunks=in_chunks)
+        if chain.balance is not None:
+            chain.balance.install()
         chain.quantise(training.quantize, self.dtype)
         self.spec = chain.spec
 

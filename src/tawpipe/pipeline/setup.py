@@ -64,6 +64,8 @@ class TrainingSettings:
             the codes and scales of the folder; ``auto`` for ``published`` if there are such codes. Blocks dequantise
             them when they compute. ``none`` leaves frozen matrices in the dtype of all other weights.
         without_mtp: train and export the model without its multi-token-prediction heads, which cannot be trained here.
+        balance: loss that balances experts: ``none``, ``auto`` for the coefficient in the model's config, or a
+            coefficient. None means ``auto`` if ``output_router_logits`` is true in the config, else ``none``.
     """
 
     clip_norm: float | None = 1.0
@@ -74,6 +76,7 @@ class TrainingSettings:
     compile_layers: bool = False
     quantize: str = NONE
     without_mtp: bool = False
+    balance: str | float | None = None
 
 
 @dataclass(frozen=True)

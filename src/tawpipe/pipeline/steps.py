@@ -17,6 +17,7 @@ import torch
 from tawpipe.dealing.balance import PacksForm, layers_that_keep
 from tawpipe.errors import RunError, UserError
 from tawpipe.model.batch import MicroBatch
+from tawpipe.model.experts.balance import StepBalance
 from tawpipe.model.flops import chain_flops, windows
 from tawpipe.pipeline.batch import Deal, LocalBatch
 from tawpipe.pipeline.setup import Wiring
@@ -151,6 +152,8 @@ class Steps:
             slices=slices,
             kept=self.layers_kept(schedule, micro_batches) if training else {},
         )
+        if training and (balance := wiring.chain.balance) is not None:
+            step_input.balance = StepBalance(balance, step_input.scale)
         if schedule.step.settings.offloaded_layers:
             tokens = wiring.training.bin_tokens if local.packs else 0
             make_places(wiring.compute, schedule.programs[rank], step_input, wiring.storage.compute_dtype, tokens)

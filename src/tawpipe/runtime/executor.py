@@ -278,7 +278,11 @@ class Executor:
                 run: Callable[[], None] = partial(self._handlers[action.op], action, frame)
                 if self.injector is not None and faulty:
                     run = self.injector.around(action, faulty, run, self._buffers)
-                event = self._submit(action, recording.around(index, str(action), run) if recording else run, frame)
+                run = recording.around(index, str(action), run) if recording else run
+                # Layers sum up the balance of experts, which NORM reads without a buffer to wait for.
+                sums_of = [Lane.COMPUTE] if action.op is Op.NORM and frame.inputs.balance is not None else []
+                after = [issued.last[lane] for lane in sums_of if lane in issued.last]
+                event = self._submit(action, run, frame, after)
                 issued.last[action.lane] = event
                 if action.op is Op.NORM:
                     issued.normed = event
@@ -349,13 +353,13 @@ class Executor:
         """Allow updates again after a number that was not finite; call after the weights have been replaced."""
         self._home.forgive()
 
-    def _submit(self, action: Action, run: Callable[[], None], frame: Frame) -> Event:
-        """Submit an action to its lane with the events it must wait for, and return its event.
+    def _submit(self, action: Action, run: Callable[[], None], frame: Frame, after: Sequence[Event]) -> Event:
+        """Submit an action to its lane with the events it must wait for, ``after`` too, and return its event.
 
         If the transport can begin the action early, a second thread of the lane begins it first.
         """
         names = {"reads": action.reads, "writes": action.writes, "frees": action.frees, "lane": action.lane}
-        awaited, early_transfers = self._hazards.before(**names), self.transport.early_transfers
+        awaited, early_transfers = [*self._hazards.before(**names), *after], self.transport.early_transfers
         begins = early_transfers is not None and early_transfers.begins(action)
         if begins:
             awaited.append(self._begin_early(action, frame))

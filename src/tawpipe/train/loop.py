@@ -300,6 +300,8 @@ class Training:
                 "seconds": seconds,
                 "peak_memory_bytes": peak_memory_bytes(self.world.device.type),
             }
+            if self.pipeline.chain.balance is not None:
+                values |= {"balance_loss": result.balance_loss, "busiest_expert": result.busiest_expert}
             if self._predicted_bytes:
                 values["predicted_memory_bytes"] = self._predicted_bytes
             if self._peak is not None:

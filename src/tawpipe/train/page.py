@@ -29,6 +29,7 @@ CURVES = (
         ("imbalance", "compute_imbalance"),
         "busiest process over the mean, predicted and measured",
     ),
+    ("Busiest expert", ("busiest_expert",), "tokens of the busiest expert over an even share"),
     ("Memory", ("peak_memory_gib", "predicted_memory_gib"), "peak memory in GiB, rank 0"),
 )
 """Title, names in metrics.jsonl and unit of each chart."""

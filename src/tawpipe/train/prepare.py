@@ -234,7 +234,7 @@ def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
     name, why = chosen_dtype(config.dtype, world, state.dtype if state is not None else "")
     dtype = DTYPES[name]
     config = replace(config, quantize=chain.form_of(config.quantize))
-    console.notice(built.published_words(config.quantize), built.balance_words, built.wide_words(chain, dtype))
+    console.notice(built.published_words(config.quantize), run.model.balance_words, built.wide_words(chain, dtype))
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
     optimizer, line = resumed_factory(factory_of(config), run.start, chain.units)
     console.notice(line)

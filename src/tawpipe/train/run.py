@@ -364,6 +364,7 @@ def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) 
             compile_layers=config.compile,
             quantize=config.quantize,
             without_mtp=config.without_mtp,
+            balance=config.experts.balance,
         ),
         checks=CheckSettings(check=config.check, timeout=first_step, strict=config.strict, injector=injector),
     )

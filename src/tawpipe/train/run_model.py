@@ -25,6 +25,8 @@ class RunModel:
         self._config, self.folder = config, resolve_model(config.model)
         self.pretrained = self.folder is not None and has_weights(self.folder)
         self._followed: tuple[BuiltModel, Chain] | None = None
+        self.balance_words = ""
+        """Sentence about the loss that balances experts, or ``""``; complete after ``followed``."""
         if config.rope.changes:
             self.check(None, 1)
         if config.lora.active and not self.pretrained:
@@ -45,6 +47,7 @@ class RunModel:
             built = _build(self._config, vocab_size)
             chain = Chain(built.model)
             settle_mtp(chain.model, without=self._config.without_mtp)
+            self.balance_words = chain.balance_experts(self._config.experts.balance)
             refuse_cut_rows(chain, self._config.schedule)
             self._followed = built, chain
         return self._followed

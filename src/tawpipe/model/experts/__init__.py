@@ -1,1 +1,1 @@
-"""Experts of mixtures: their LoRA adapters."""
+"""Mixtures of experts: adapters on experts, and the loss that balances them."""

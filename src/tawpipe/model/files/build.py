@@ -63,8 +63,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 OWN_ROPE = RopeSettings()
 NO_ADAPTER = LoraSettings()
-_BALANCE = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef", "z_loss_coefficient", "aux_loss_coef")
-"""Config keys for coefficients of losses that balance experts."""
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 """Pattern for a name on the Hub, and after a @ its branch, tag or commit."""
 _SMALL_FILES = [
@@ -159,16 +157,6 @@ class BuiltModel:
             stored = SafetensorsSource(chain, self.folder, adapter=self.adapter).wide_parameters
             wide |= {name for name, _ in chain.model.named_parameters()} & set(stored)
         return wide_words(sorted(wide), dtype)
-
-    @property
-    def balance_words(self) -> str:
-        """Line about a loss in the config that balances experts and is not trained, or ``""``."""
-        text = self.model.config.get_text_config()
-        keys = [key for key in _BALANCE if isinstance(value := getattr(text, key, None), int | float) and value > 0]
-        if not keys:
-            return ""
-        coefficients = ", ".join(f"{key} {getattr(text, key):g}" for key in keys)
-        return f"the auxiliary loss for load balancing of experts is not trained ({coefficients} in config.json)"
 
     @property
     def other_base_words(self) -> str:

@@ -127,7 +127,7 @@ def small_files(
                 _save_adapter_config(chain, folder)
             else:
                 _write(folder / CONFIG, _config(chain, base, dtype))
-                if not _reads_as(chain.model.config, folder):  # the class has its own names for rotary settings
+                if not _reads_as(chain.config_as_read, folder):  # the class has its own names for rotary settings
                     _write(folder / CONFIG, _config(chain, None, dtype, both_forms=False))
                 if generation := _generation(chain, base, ends):
                     _write(folder / GENERATION, generation)
@@ -153,7 +153,7 @@ def _config(chain: Chain, base: Path | None, dtype: torch.dtype, *, both_forms: 
         dtype: dtype of most numbers on disk.
         both_forms: also write rotary settings in the older form; see ``write_both_forms``.
     """
-    model, config = chain.model, chain.model.config
+    model, config = chain.model, chain.config_as_read
     now = json.loads(config.to_json_string(use_diff=False))
     content, before = {} if base is None else read_settings(base, CONFIG), now
     if base is not None and content.get("model_type") == config.model_type:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from tawpipe.model.batch import MicroBatch
+from tawpipe.model.experts.balance import Piece
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.compute.chunks import KeptAttention
 from tawpipe.runtime.compute.cp_groups import CpTokens
@@ -98,6 +99,8 @@ class DeviceBatch:
     """
     part: DocumentSlice | None = None
     """The document slice that this micro-batch is, or None. Its ``calls`` are those for the whole document."""
+    piece: Piece | None = None
+    """The tokens of ``local`` for the loss that balances experts; None without it."""
 
 
 class Activations:

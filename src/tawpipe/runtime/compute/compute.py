@@ -107,7 +107,8 @@ class Compute(Blocks):
         make = partial(self.chain.calls, batch) if part is None else partial(sliced.calls_of, self, step_input, m, part)
         calls = self.drawing(replace(action, block=0), step_input, make)
         runner = embedding.runner_of(self, None, part)
-        self.held.batches[context(m)] = DeviceBatch(batch, batch, None, calls, runner, None, part)
+        piece = step_input.piece(batch)
+        self.held.batches[context(m)] = DeviceBatch(batch, batch, None, calls, runner, None, part, piece)
 
     def keys(self, action: Action, frame: Frame[StepInput]) -> None:
         """Run KEYS: compute this rank's keys and values of a layer, and keep them for ``keys_together``."""

@@ -110,9 +110,9 @@ def _layer(blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepIn
         return blocks.random.run(state, seed_of(seed, number * ranks + place + 1), run)
 
     if dealt is None:
-        return LayerInChunks(blocks.chain, action.block, held.calls, blocks.sequence_chunk, draw)
+        return LayerInChunks(blocks.chain, action.block, held.calls, blocks.sequence_chunk, draw, piece=held.piece)
     size, store = blocks.sequence_chunk or dealt.most, KeyStore(1, sum(dealt.lengths))
-    return LayerInCpGroup(blocks.chain, action.block, held.calls, size, draw, dealt, store)
+    return LayerInCpGroup(blocks.chain, action.block, held.calls, size, draw, dealt, store, piece=held.piece)
 
 
 def _in_cp_group(blocks: Blocks, action: Action, step_input: StepInput) -> LayerInCpGroup:

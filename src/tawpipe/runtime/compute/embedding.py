@@ -50,7 +50,8 @@ def forward(blocks: Blocks, action: Action, step_input: StepInput, before: list[
     edge = get_gradient_edge(hidden) if keep else None
     if context(m) in action.writes:
         runner = runner_of(blocks, dealt, part)
-        blocks.held.batches[context(m)] = DeviceBatch(batch, local, dealt, calls, runner, edge, part)
+        piece = step_input.piece(batch, dealt.own if dealt else None)
+        blocks.held.batches[context(m)] = DeviceBatch(batch, local, dealt, calls, runner, edge, part, piece)
     _keep_rows(blocks, next(buffer for buffer in action.writes if buffer.kind in ROWS), hidden.detach())
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.compute.activations import READ, SAVED, DeviceBatch, LayerGraph
 from tawpipe.runtime.compute.blocks import Blocks
 from tawpipe.runtime.compute.recompute import Saved, keep_attention, keep_graph
@@ -31,17 +30,17 @@ def forward(
         before: Weight checksums of the block's first run, which is then repeated and compared; else None.
     """
     hidden, b = blocks.input(action), action.block
-    output = _output(blocks, action, hidden, held.calls, step_input)
+    output = _output(blocks, action, hidden, held, step_input)
     check_new(blocks, action, step_input, before, output, lambda: blocks.chain.layer(b, hidden, held.calls))
     blocks.held.inputs[block_input(action.micro_batch, b + 1)] = output
 
 
 def _output(
-    blocks: Blocks, action: Action, hidden: Tensor, calls: tuple[LayerCall, ...], step_input: StepInput
+    blocks: Blocks, action: Action, hidden: Tensor, batch: DeviceBatch, step_input: StepInput
 ) -> Tensor:
     """Return a layer's output; keep its graph, or the results of attention, if the action or the step asks for it."""
-    b, m, held = action.block, action.micro_batch, blocks.held
-    layer = partial(blocks.chain.layer, b, calls=calls)
+    b, m, held, calls = action.block, action.micro_batch, blocks.held, batch.calls
+    layer = partial(blocks.chain.layer, b, calls=calls, piece=batch.piece)
     kept = next((buffer for buffer in action.writes if buffer.kind in SAVED), None)
     if kept is None and not _keeps(action, step_input):
         with torch.no_grad():
@@ -80,7 +79,7 @@ def backward(
             kept.forget()
         else:
             leaf, deferred = kept.detach().requires_grad_(wanted), None
-            layer = partial(blocks.chain.layer, b, calls=batch.calls)
+            layer = partial(blocks.chain.layer, b, calls=batch.calls, piece=batch.piece)
             if action.op is Op.BACKWARD_INPUT:
                 deferred = blocks.defers(b)
                 layer = deferred.around(layer)

@@ -97,7 +97,8 @@ def backward(
     if layer.deferred is not None:
         blocks.held.deferred[linear(m, b)] = layer.deferred
     arriving = blocks.held.gradients[input_gradient(m, b + 1)]
-    gradient, handed.behind = layer.pull(chunk, blocks.input(action), arriving, handed.behind, wanted=wanted)
+    hidden, piece = blocks.input(action), held.piece
+    gradient, handed.behind = layer.pull(chunk, hidden, arriving, handed.behind, wanted=wanted, piece=piece)
     for other in _part(held).numbers:
         if other < m:
             blocks.held.key_gradients[key_gradients(other, b)] = handed

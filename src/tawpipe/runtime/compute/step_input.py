@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tawpipe.model.batch import MicroBatch
+from tawpipe.model.experts.balance import Piece, StepBalance
 from tawpipe.runtime.compute.measures import Measure
 
 
@@ -40,6 +41,7 @@ class StepInput:
         counted: Micro-batches whose tokens this rank counts, if several ranks compute one in turn; None for all.
         kept: Micro-batch -> blocks that keep their whole graph instead of recomputing it.
         slices: Micro-batch -> its document slice. ``micro_batches`` holds the whole document for these.
+        balance: Sums of the loss that balances experts; None without it, and in an evaluation.
     """
 
     micro_batches: Mapping[int, MicroBatch]
@@ -53,6 +55,11 @@ class StepInput:
     counted: Collection[int] | None = None
     kept: Mapping[int, Collection[int]] = field(default_factory=dict)
     slices: Mapping[int, DocumentSlice] = field(default_factory=dict)
+    balance: StepBalance | None = None
+
+    def piece(self, batch: MicroBatch, ranges: Sequence[tuple[int, int]] | None = None) -> Piece | None:
+        """Return ``StepBalance.piece`` of tokens on the device, or None without ``balance``."""
+        return None if self.balance is None else self.balance.piece(batch, ranges)
 
     @property
     def tokens(self) -> int:

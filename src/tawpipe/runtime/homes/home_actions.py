@@ -104,8 +104,10 @@ class HomeActions:
         """
         scaled = COUNT in action.reads  # the early updates have scaled the gradients already
         units = [buffer.at[0] for buffer in action.reads if buffer.kind is Kind.HOME_GRADIENT]
-        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
-        squares, losses, tokens, digests, squared_digests = sums.unbind()
+        balance = frame.inputs.balance
+        shape = (0, 0) if balance is None else balance.shape
+        sums = torch.zeros(5 + math.prod(shape), dtype=torch.float64, device=self.device)
+        squares, losses, tokens, digests, squared_digests = sums[:5].unbind()
         if units:
             squares.copy_(self._squares(units).sum())
         if summed:
@@ -113,6 +115,10 @@ class HomeActions:
         tokens.fill_(frame.inputs.tokens)
         digests.fill_(frame.inputs.digest)
         squared_digests.fill_(frame.inputs.digest**2)
+        if balance is not None and balance.sums is not None:
+            sums[5:] = balance.sums.flatten()
+            if balance.sums.is_cuda:  # as for losses: not reused before it is read here
+                balance.sums.record_stream(torch.cuda.current_stream())
         frame.transport.all_reduce(action, sums)
         # n numbers are all equal exactly if n times the sum of their squares equals the square of their sum.
         alike = (squared_digests * frame.transport.topology.world_size == digests.square()).to(torch.float64)
@@ -129,6 +135,10 @@ class HomeActions:
             if not scaled:
                 self._updates.copy_(finite * (tokens > 0))
         values = {"loss": losses / tokens, "norm": norm, "tokens": tokens, "finite": finite, "alike": alike}
+        balanced = (torch.full_like(norm, math.nan),) * 2
+        if balance is not None:
+            balanced = balance.values(sums[5:].view(shape), tokens)
+        values |= zip(("balance_loss", "busiest_expert"), balanced, strict=True)
         assert frame.result is not None and frame.ended is not None
         frame.result.copy_(torch.stack([values[name] for name in VALUES]), non_blocking=True)
         frame.ended.note()

@@ -7,7 +7,7 @@ from torch import Tensor
 from tawpipe.errors import UserError
 from tawpipe.runtime.lanes import Event, Failure, Moment
 
-VALUES = ("loss", "norm", "tokens", "finite", "alike")
+VALUES = ("loss", "norm", "tokens", "finite", "alike", "balance_loss", "busiest_expert")
 """Values that NORM writes for a step, in this order."""
 
 
@@ -83,6 +83,16 @@ class StepResult:
     def grad_norm(self) -> float:
         """Global norm of the gradient of ``loss``, before clipping."""
         return self._read("norm")
+
+    @property
+    def balance_loss(self) -> float:
+        """Mean over layers of the loss that balances experts, without its coefficient; nan without this loss."""
+        return self._read("balance_loss")
+
+    @property
+    def busiest_expert(self) -> float:
+        """Tokens of the busiest expert of any layer, relative to an even share; nan without ``balance_loss``."""
+        return self._read("busiest_expert")
 
     @property
     def tokens(self) -> int:

@@ -55,6 +55,8 @@ class MetricsWriter:
                 With exact weights or gradients: weights_sent and gradients_sent (bytes between nodes since the previous
                 row, relative to their type). Under packing balanced: documents, rounds (under pipelines the packed
                 micro-batches of each), imbalance (modelled) and compute_imbalance (measured since the previous value).
+                With --experts.balance: balance_loss (mean over layers, without coefficient) and busiest_expert (tokens
+                of the busiest expert of any layer, relative to an even share).
 
         Returns:
             the reason why the row could not be written, the first time that this happens; else ``""``.

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from tawpipe.data.settings import DataSettings
 from tawpipe.environment import LaunchEnvironment, started_by_local_launcher
 from tawpipe.errors import UserError
-from tawpipe.model.settings import LoraSettings, RopeSettings
+from tawpipe.model.settings import ExpertSettings, LoraSettings, RopeSettings
 from tawpipe.options import Options, bounded, open_number
 from tawpipe.options.command import Values
 from tawpipe.schedule.settings import ScheduleSettings
@@ -322,6 +322,7 @@ class TrainConfig(DataSettings):
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     rope: RopeSettings = field(default_factory=RopeSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
