@@ -1,4 +1,4 @@
-"""The loss that balances experts: transformers' own for one layer and one row, and the formula in all ways of a step."""
+"""The loss that balances experts: transformers' own for one layer and row, and the formula in all ways of a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from pipelines import make_pipeline
 def test_one_layer_and_one_row_equal_transformers(monkeypatch: Any, family: str) -> None:
     """transformers counts tokens in fp32, which is exact for 16."""
     keep_fp64(monkeypatch)
-    config = {"layer_types": ["full_attention"]} if family == "gpt_oss" else {"decoder_sparse_step": 1}
+    config: Any = {"layer_types": ["full_attention"]} if family == "gpt_oss" else {"decoder_sparse_step": 1}
     plain = mixture(family, 1, router_aux_loss_coef=COEFFICIENT, **config)
     ids = torch.randint(3, 40, (1, 16), generator=torch.Generator().manual_seed(2))
     pipeline = make_pipeline(
         mixture(family, 1, output_router_logits=True, router_aux_loss_coef=COEFFICIENT, **config),
-        **{"dtype": torch.float64, "clip_norm": None, "optimizer": sgd, "check": "never"},
+        dtype=torch.float64,
+        clip_norm=None,
+        optimizer=sgd,
+        check="never",
     )
     result = pipeline.step({"input_ids": ids, "labels": ids})
     output = plain(input_ids=ids, labels=ids, output_router_logits=True)

@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from borders import sgd
-from cases import relative
+from cases import random_delays, relative
 from family_configs import tiny_config
 from model_families import keep_fp64, packed_batch
 from pipelines import make_pipeline
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.pipeline.batch import LocalBatch
 from tawpipe.runtime.world import World
+from tawpipe.schedule.pieces import tokens_of_ranks
 
 COEFFICIENT = 0.3
 ROWS = ((11, 6, 7), (13, 11), (24,), (3, 21))
@@ -87,6 +88,12 @@ def chunks(parts: Sequence[MicroBatch], size: int) -> list[list[range]]:
     return [[range(begin, min(begin + size, n)) for begin in range(0, n, size)] for n in lengths]
 
 
+def of_ranks(parts: Sequence[MicroBatch], ranks: int) -> list[list[list[int]]]:
+    """Pieces of a context-parallel group."""
+    ranges = [tokens_of_ranks(part.lengths, ranks) for part in parts]
+    return [[[i for own in of_rank for i in range(*own)] for of_rank in of_part] for of_part in ranges]
+
+
 def compared(
     world: World | None,
     *,
@@ -95,6 +102,8 @@ def compared(
     rows: Sequence[Sequence[int]] = ROWS,
     steps: int = 1,
     adapter: bool = False,
+    layers: int = 2,
+    delays: float = 0.0,
     **knobs: Any,
 ) -> float:
     """The largest relative difference between steps of a pipeline and of the plain loop, on rank 0.
@@ -107,7 +116,7 @@ def compared(
         keep_fp64(patch)
 
         def make() -> Any:
-            model = mixture(family)
+            model = mixture(family, layers)
             if not adapter:
                 return model
             peft = pytest.importorskip("peft")
@@ -124,6 +133,7 @@ def compared(
             strict=True,
             loss_chunk_tokens=6,
             balance=COEFFICIENT,
+            delay=(lambda lane: random_delays(hash(lane), delays)) if delays else None,
             **({} if world is None else {"world": world}),
             **knobs,
         )
@@ -134,7 +144,8 @@ def compared(
         for _ in range(steps):
             result = pipeline.step(LocalBatch(len(parts), max(map(sum, rows)), own))
             pipeline.drain()
-            gradients = {name: pipeline.gradient(name) for name in pipeline.parameter_names}
+            trained = [name for name, parameter in plain.named_parameters() if parameter.requires_grad]
+            gradients = {name: pipeline.gradient(name) for name in trained}
             found = result.loss, result.balance_loss, result.busiest_expert
             if pipeline.world.rank == 0:
                 plain.zero_grad()
@@ -142,8 +153,9 @@ def compared(
                 worst = max(worst, *(abs(a / b - 1) for a, b in zip(found, numbers, strict=True)))
                 for name, gradient in expected.items():
                     if gradient is not None:
-                        assert gradients[name] is not None, name
-                        worst = max(worst, relative(gradients[name], gradient))
+                        computed = gradients[name]
+                        assert computed is not None, name
+                        worst = max(worst, relative(computed, gradient))
                         plain.get_parameter(name).data -= gradient
         evaluated = pipeline.evaluate(LocalBatch(len(parts), max(map(sum, rows)), own))
         assert evaluated.balance_loss != evaluated.balance_loss  # nan

@@ -53,6 +53,7 @@ from tawpipe.schedule.spec import BlockSpec, ModelSpec
 logger = logging.getLogger(__name__)
 PUBLISHED_FORMS = "_tawpipe_published_forms"
 """Attribute of a model whose folder has codes of 4 or 8 bits: parameter name without ``peft`` -> its form."""
+LayerCalls = Sequence[LayerCall] | Mapping[int, LayerCall]
 PROBED_LENGTHS = 5, 7
 """Lengths, in tokens, of two probe rows. Comparing the layers' calls for both shows which arguments have a token
 dimension."""
@@ -74,7 +75,7 @@ class Chain(UnitBinding):
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM``, usually on the meta device, or a ``peft`` model around one. Its
-            attention implementation is replaced by ours, as is the way in which adapters on stacked experts compute, and
+            attention implementation is replaced by ours, as is the code of adapters on stacked experts, and
             ``output_router_logits`` in its config by False. Nothing else of it changes before ``prepare``.
         loss: function used instead of the cross-entropy over the vocabulary; see ``Loss``.
 
@@ -91,8 +92,11 @@ class Chain(UnitBinding):
         self.model = inner_model(model)
         refuse_unsupported(self.model)
         take_adapters(self.model)
-        self.asked_for_balance = self._without_router_logits()
+        text = self.model.config.get_text_config()
+        self.asked_for_balance = bool(getattr(text, "output_router_logits", False))
         """True if the config asked for router logits, and so for a loss that balances experts."""
+        if self.asked_for_balance:
+            text.output_router_logits = False
         self.balance: Balance | None = None
         """The loss that balances experts; None for none. ``balance_experts`` sets it."""
         attention.register()
@@ -189,15 +193,6 @@ class Chain(UnitBinding):
             for module in self.model.modules():  # a copied layer has its own copy of the config
                 if isinstance(getattr(module, "config", None), type(self.model.config)):
                     module.config._attn_implementation = implementation
-
-    def _without_router_logits(self) -> bool:
-        """Set ``output_router_logits`` to False in the config and its copies; return True if it was True."""
-        config, text = self.model.config, self.model.config.get_text_config()
-        owners = [config, text, *(getattr(module, "config", None) for module in self.model.modules())]
-        asking = [owner for owner in owners if getattr(owner, "output_router_logits", False)]
-        for owner in asking:
-            owner.output_router_logits = False
-        return bool(asking)
 
     @property
     def config_as_read(self) -> Any:
@@ -463,13 +458,7 @@ class Chain(UnitBinding):
             where, "it depends on the length of the row other than token by token, so that rows cannot be cut in chunks"
         )
 
-    def layer(
-        self,
-        block: int,
-        hidden: Tensor,
-        calls: Sequence[LayerCall] | Mapping[int, LayerCall],
-        piece: Piece | None = None,
-    ) -> Tensor:
+    def layer(self, block: int, hidden: Tensor, calls: LayerCalls, piece: Piece | None = None) -> Tensor:
         """Run one of blocks 1 to N: the model's own layer, on hidden states [b, S, H].
 
         Args:

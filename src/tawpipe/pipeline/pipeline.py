@@ -154,7 +154,8 @@ class Pipeline:
                 raise UserError("loss", loss, "unset beside a Chain, which was made with its own")
             loss = chain.loss
         settle_mtp(chain.model, without=training.without_mtp)
-        if (words := chain.balance_experts(training.balance)) and chain is not model:
+        words = chain.balance_experts(training.balance)
+        if chain is not model and chain.asked_for_balance:
             logger.warning("%s", words)
         refuse_cut_rows(chain, settings)
         self.work = training.work or work_of(chain)

@@ -280,8 +280,8 @@ class Executor:
                     run = self.injector.around(action, faulty, run, self._buffers)
                 run = recording.around(index, str(action), run) if recording else run
                 # Layers sum up the balance of experts, which NORM reads without a buffer to wait for.
-                sums_of = [Lane.COMPUTE] if action.op is Op.NORM and frame.inputs.balance is not None else []
-                after = [issued.last[lane] for lane in sums_of if lane in issued.last]
+                sums = action.op is Op.NORM and frame.inputs.balance is not None
+                after = [issued.last[Lane.COMPUTE]] if sums and Lane.COMPUTE in issued.last else []
                 event = self._submit(action, run, frame, after)
                 issued.last[action.lane] = event
                 if action.op is Op.NORM:

@@ -58,16 +58,15 @@ class Balance:
     Args:
         routers: routers of all layers.
         coefficient: factor of the mean over routers.
-        why: origin of the coefficient, for messages.
     """
 
-    def __init__(self, routers: Sequence[Router], coefficient: float, why: str) -> None:
-        self.routers, self.coefficient, self.why = tuple(routers), coefficient, why
+    def __init__(self, routers: Sequence[Router], coefficient: float) -> None:
+        self.routers, self.coefficient = routers, coefficient
         self.width = 1 + max(router.experts for router in routers)
         """Numbers per router that ``StepBalance`` sums up."""
         self._hooks: list[Any] = []
-        self._noted: list[tuple[int, Tensor, Tensor | None]] | None = None
-        """Index of each router that has run in the present layer, its logits, and the experts that it has chosen."""
+        self._noted: dict[int, list[Any]] | None = None
+        """Routers that have run in the present layer, by index: logits and chosen experts of each time."""
 
     def install(self) -> None:
         """Begin to note what routers compute."""
@@ -86,7 +85,7 @@ class Balance:
             logits = outputs[self.routers[number].index].flatten(0, -2)
             tables = (each for each in outputs if isinstance(each, Tensor) and not each.is_floating_point())
             chosen = next((each for each in tables if each.ndim == 2 and len(each) == len(logits)), None)
-            self._noted.append((number, logits, chosen))
+            self._noted.setdefault(number, []).append((logits, chosen))
 
     def around(self, layer: Callable[[], Tensor], call: LayerCall, piece: Piece | None) -> Tensor:
         """Return ``layer()``, whose graph adds the gradient of the balancing loss in its backward pass.
@@ -99,21 +98,18 @@ class Balance:
         Raises:
             UserError: a router returns another number of logits than it has experts.
         """
-        self._noted = []
+        self._noted = {}
         try:
             output, noted = layer(), self._noted
         finally:
             self._noted = None
-        if not torch.is_grad_enabled():
-            return output
-        for number in dict.fromkeys(number for number, *_ in noted):  # several times if documents run one by one
-            parts = [part for part in noted if part[0] == number]
-            logits = torch.cat([part[1] for part in parts])
-            chosen = None if parts[0][2] is None else torch.cat([part[2] for part in parts if part[2] is not None])
+        for number, parts in noted.items() if torch.is_grad_enabled() else ():
+            # several parts if documents run one by one
+            logits, chosen = (None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True))
             router = self.routers[number]
-            if logits.shape[-1] != router.experts:
-                value = f"{logits.shape[-1]} logits for {router.experts} experts in {type(router.module).__name__}"
-                raise UserError(SETTING, value, f"{NONE} for this model")
+            if parts[0][0].shape[-1] != router.experts:
+                value = f"{parts[0][0].shape[-1]} logits for {router.experts} experts"
+                raise UserError(SETTING, value, f"{NONE} for {type(router.module).__name__}")
             gradient = partial(piece.gradient, number, groups=getattr(call, "groups", None)) if piece else None
             output = _WithGradient.apply(output, gradient, logits, chosen)
         return output
@@ -162,8 +158,8 @@ class StepBalance:
             self.sums = torch.zeros(self.shape, dtype=torch.float64, device=batch.position_ids.device)
         position, after = batch.position_ids, torch.zeros_like(batch.position_ids)
         after[:, :-1] = position[:, 1:]
-        counted = [(position != 0) | (after == 1), batch.labels != IGNORE]
-        return Piece(self, *(each if ranges is None else tokens_of(each, ranges) for each in counted))
+        counts = (position != 0) | (after == 1), batch.labels != IGNORE
+        return Piece(self, *(each if ranges is None else tokens_of(each, ranges) for each in counts))
 
     def values(self, sums: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the balancing loss, and the tokens of the busiest expert of any layer relative to an even share.
@@ -195,7 +191,9 @@ class Piece:
     learned: Tensor
 
     def cut(self, tokens: slice) -> Piece:
-        """Return a chunk of the tokens of every row as a piece."""
+        """Return a chunk of the tokens of every row as a piece; the piece itself if the chunk is as long."""
+        if tokens.stop - tokens.start == self.real.shape[1]:  # also of a slice, whose tokens count from a document's
+            return self
         return Piece(self.step, self.real[:, tokens], self.learned[:, tokens])
 
     def gradient(self, number: int, logits: Tensor, chosen: Tensor | None, *, groups: Any) -> Tensor:
@@ -245,29 +243,27 @@ def balance_of(model: Any, layers: Sequence[nn.Module], value: object, *, asked:
     if value not in (None, NONE, AUTO) and not number:
         raise UserError(SETTING, value, f"{NONE}, {AUTO} or a number of at least 0")
     text = model.config.get_text_config()
-    keys = [key for key in (*COEFFICIENTS, *_OTHERS) if isinstance(getattr(text, key, None), int | float)]
-    keys = [key for key in keys if getattr(text, key) > 0]
-    key = next((key for key in keys if key in COEFFICIENTS), "")
+    settings = {key: getattr(text, key, None) for key in (*COEFFICIENTS, *_OTHERS)}
+    present = {key: each for key, each in settings.items() if isinstance(each, int | float) and each > 0}
+    key = next((key for key in COEFFICIENTS if key in present), "")
     if value == NONE or (value is None and not asked):
-        listed = ", ".join(f"{each} {getattr(text, each):g}" for each in keys)
+        listed = ", ".join(f"{name} {each:g}" for name, each in present.items())
         instead = f"--{SETTING} {AUTO} trains it" if key else f"--{SETTING} takes a coefficient"
-        words = "the auxiliary loss for load balancing of experts is not trained"
-        return None, f"{words} ({listed} in config.json; {instead})" if keys else ""
+        words = f"the auxiliary loss for load balancing of experts is not trained ({listed} in config.json; {instead})"
+        return None, words if present else ""
     if not number and not key:
         words = "no loss balances experts: config.json has no coefficient of transformers' loss"
         return None, f"{words} (--{SETTING} takes a number)"
-    routers = list(_routers(model, layers, value))
-    if not routers:
+    if not (routers := list(_routers(model, layers, value))):
         without = f"{type(model).__name__} has no layer with a router"
         if number:
             raise UserError(SETTING, value, f"{NONE}: {without}")
         return None, f"no loss balances experts: {without}"
+    coefficient = float(value if number else present[key])  # type: ignore[arg-type]
     why = f"--{SETTING}" if number else f"{key} in config.json; --{SETTING} {NONE} leaves it out"
-    if value is None:
-        why = f"output_router_logits is true and {why}"
-    coefficient = float(value if number else getattr(text, key))  # type: ignore[arg-type]
-    balance = Balance(routers, coefficient, why)
-    return balance, f"experts are balanced by a loss with coefficient {coefficient:g} ({why})"
+    why = f"output_router_logits is true and {why}" if value is None else why
+    words = f"experts are balanced by a loss with coefficient {coefficient:g} ({why})"
+    return Balance(routers, coefficient), words
 
 
 def _routers(model: nn.Module, layers: Sequence[nn.Module], value: object) -> Iterator[Router]:
@@ -292,9 +288,9 @@ def _routers(model: nn.Module, layers: Sequence[nn.Module], value: object) -> It
         for module, index in indices.items():
             if any(part in indices for part in module.modules() if part is not module):
                 continue  # its own router is a module as well
-            tables = [parameter.shape[0] for parameter in module.parameters() if parameter.ndim == 2]
-            experts = getattr(module, "num_experts", None) or next(iter(tables), None)
-            if not isinstance(experts, int) or not isinstance(chosen := getattr(module, "top_k", None), int):
+            rows = next((parameter.shape[0] for parameter in module.parameters() if parameter.ndim == 2), None)
+            experts, chosen = getattr(module, "num_experts", rows), getattr(module, "top_k", None)
+            if not isinstance(experts, int) or not isinstance(chosen, int):
                 expected = f"{NONE}: {type(module).__name__} does not tell how many experts it has, or chooses"
                 raise UserError(SETTING, value, expected)
             yield Router(module, index, experts, chosen)

@@ -136,7 +136,7 @@ class LayerInChunks:
         draw: Runs a function with the random numbers of the chunk with a given index.
         deferred: Context in which the layer runs, so that weight gradients of its products are computed later; None to
             compute them at once.
-        piece: Tokens of the rows, for the loss that balances experts; None without it.
+        piece: Tokens of the rows, or of the only chunk, for the loss that balances experts; None without it.
     """
 
     chain: Chain
@@ -211,8 +211,7 @@ class LayerInChunks:
             chunk.kept = result
             if kept and not self._attends and border >= 0:
                 chunk.arrived = kept.states(border)
-            piece = self.piece and self.piece.cut(chunk.tokens)
-            of_input, behind = self.pull(chunk, tokens, gradient[:, chunk.tokens], behind, wanted=wanted, piece=piece)
+            of_input, behind = self.pull(chunk, tokens, gradient[:, chunk.tokens], behind, wanted=wanted)
             if of_input is not None:
                 gradient[:, chunk.tokens] = of_input
 
@@ -230,14 +229,7 @@ class LayerInChunks:
         return output
 
     def pull(
-        self,
-        chunk: Chunk,
-        hidden: Tensor,
-        gradient: Tensor,
-        behind: Sequence[Tensor],
-        *,
-        wanted: bool,
-        piece: Piece | None,
+        self, chunk: Chunk, hidden: Tensor, gradient: Tensor, behind: Sequence[Tensor], *, wanted: bool
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Recompute a chunk and run its backward pass; return the gradients of its input and of the states before it.
 
@@ -250,7 +242,6 @@ class LayerInChunks:
             gradient: Gradient of its output.
             behind: Gradients of the states that the chunk leaves; empty for the last chunk.
             wanted: Compute the gradient of ``hidden``.
-            piece: The chunk's tokens, for the loss that balances experts; None without it.
 
         Returns:
             Gradient of ``hidden``, or None if it is not ``wanted``; and gradients of the states before the chunk, zeros
@@ -259,7 +250,7 @@ class LayerInChunks:
         leaf = hidden.contiguous().detach().requires_grad_(wanted)
         arrived = [state.requires_grad_() for state in tensors_of(chunk.arrived)]
         with torch.enable_grad():
-            output = self._run(chunk, leaf, piece)
+            output = self._run(chunk, leaf)
         # A state that depends on nothing trained has no graph, so its gradient is ignored.
         left = tensors_of(chunk.left) if behind else []
         ends = [(state, of) for state, of in zip(left, behind, strict=True) if state.requires_grad]
@@ -284,13 +275,14 @@ class LayerInChunks:
         """True if the layer has attention."""
         return self._mixing is None or self._mixing.attention
 
-    def _run(self, chunk: Chunk, hidden: Tensor, piece: Piece | None = None) -> Tensor:
+    def _run(self, chunk: Chunk, hidden: Tensor) -> Tensor:
         """Run the layer on a chunk, with the chunk's arguments and random numbers, and return its output.
 
         Attention and mixers set ``chunk.attended`` and ``chunk.left`` anew, and write the chunk's keys and values."""
         chunk.attended, chunk.left = False, {}
         index = self.block - 1
         call = self.calls[index].cut(self.chain.along_tokens[index], chunk)
+        piece = self.piece and self.piece.cut(chunk.tokens)
         layer = partial(self.chain.layer, self.block, calls={index: call}, piece=piece)
         layer = self.deferred.around(layer) if self.deferred else layer
         return self.draw(chunk.begin // self.size, lambda: layer(hidden.contiguous()))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.compute.activations import READ, SAVED, DeviceBatch, LayerGraph
 from tawpipe.runtime.compute.blocks import Blocks
 from tawpipe.runtime.compute.recompute import Saved, keep_attention, keep_graph
@@ -35,9 +36,7 @@ def forward(
     blocks.held.inputs[block_input(action.micro_batch, b + 1)] = output
 
 
-def _output(
-    blocks: Blocks, action: Action, hidden: Tensor, batch: DeviceBatch, step_input: StepInput
-) -> Tensor:
+def _output(blocks: Blocks, action: Action, hidden: Tensor, batch: DeviceBatch, step_input: StepInput) -> Tensor:
     """Return a layer's output; keep its graph, or the results of attention, if the action or the step asks for it."""
     b, m, held, calls = action.block, action.micro_batch, blocks.held, batch.calls
     layer = partial(blocks.chain.layer, b, calls=calls, piece=batch.piece)

@@ -97,8 +97,7 @@ def backward(
     if layer.deferred is not None:
         blocks.held.deferred[linear(m, b)] = layer.deferred
     arriving = blocks.held.gradients[input_gradient(m, b + 1)]
-    hidden, piece = blocks.input(action), held.piece
-    gradient, handed.behind = layer.pull(chunk, hidden, arriving, handed.behind, wanted=wanted, piece=piece)
+    gradient, handed.behind = layer.pull(chunk, blocks.input(action), arriving, handed.behind, wanted=wanted)
     for other in _part(held).numbers:
         if other < m:
             blocks.held.key_gradients[key_gradients(other, b)] = handed
@@ -120,7 +119,8 @@ def _layer(
         return blocks.drawing(action, step_input, run)
 
     deferred = blocks.defers(b) if action.op is Op.BACKWARD_INPUT else None
-    layer = LayerInChunks(blocks.chain, b, held.calls, part.end - part.begin, draw, deferred=deferred)
+    size = part.end - part.begin
+    layer = LayerInChunks(blocks.chain, b, held.calls, size, draw, deferred=deferred, piece=held.piece)
     chunk = Chunk(handed.store, part.begin, part.end)
     chunk.arrived = _copied(handed.arrived.get(m, {}))
     return layer, chunk, handed

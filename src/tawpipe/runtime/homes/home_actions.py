@@ -134,11 +134,10 @@ class HomeActions:
             finite = self._finite.pow_(frame.rule.memory).mul_(finite)
             if not scaled:
                 self._updates.copy_(finite * (tokens > 0))
+        nothing = torch.full_like(norm, math.nan)
+        of_experts = (nothing, nothing) if balance is None else balance.values(sums[5:].view(shape), tokens)
         values = {"loss": losses / tokens, "norm": norm, "tokens": tokens, "finite": finite, "alike": alike}
-        balanced = (torch.full_like(norm, math.nan),) * 2
-        if balance is not None:
-            balanced = balance.values(sums[5:].view(shape), tokens)
-        values |= zip(("balance_loss", "busiest_expert"), balanced, strict=True)
+        values |= {"balance_loss": of_experts[0], "busiest_expert": of_experts[1]}
         assert frame.result is not None and frame.ended is not None
         frame.result.copy_(torch.stack([values[name] for name in VALUES]), non_blocking=True)
         frame.ended.note()
