@@ -10,7 +10,6 @@ from transformers import (
     Gemma3nTextConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
-    Qwen3MoeConfig,
     RwkvConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -283,7 +282,6 @@ def test_embedding_whose_backward_reads_weights_is_detected():
 
 
 REFUSED = {
-    "router": (Qwen3MoeConfig(num_hidden_layers=2, output_router_logits=True), "set output_router_logits to false"),
     "rwkv": (RwkvConfig(num_hidden_layers=2), "given more of the one before it than hidden states"),
     "shared keys": (Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=2), "share keys and values"),
     "dynamic": (

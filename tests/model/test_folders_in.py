@@ -13,14 +13,14 @@ import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, MixtralConfig
+from transformers import LlamaForCausalLM
 
 from family_configs import tiny_config
 from model_families import family_config, real_model
 from tawpipe.data.tokenizer import load_tokenizer, train_tokenizer
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.files.build import BuiltModel, build_model, resolve_model
+from tawpipe.model.files.build import build_model, resolve_model
 from tawpipe.model.files.pretrained import SafetensorsSource, count_files, stored_dtype, stored_dtypes
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -239,20 +239,6 @@ def test_parameters_that_a_class_keeps_in_fp32_are_named() -> None:
 
     names = wide_parameters(Careful(family_config("llama")))  # pyright: ignore[reportArgumentType]
     assert "model.norm.weight" in names and all(name == "model.norm.weight" or "q_proj" in name for name in names)
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (MixtralConfig(num_local_experts=4, router_aux_loss_coef=0.02), "router_aux_loss_coef 0.02 in config.json"),
-        (tiny_config("qwen3_moe"), "router_aux_loss_coef"),
-        (MixtralConfig(num_local_experts=4, router_aux_loss_coef=0.0), ""),
-        (tiny_config("llama"), ""),
-    ],
-)
-def test_untrained_load_balancing_loss_is_reported(config: Any, said: str) -> None:
-    words = BuiltModel(SimpleNamespace(config=config), "x", None).balance_words
-    assert (said in words) if said else words == ""
 
 
 def test_invalid_generation_config_still_gives_the_eos_tokens(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ class SmallChain:
     def embed(self, batch: MicroBatch) -> tuple[Tensor, tuple[Any, ...]]:
         return batch.input_ids[..., None].float() * self.bound[0][0], ()
 
-    def layer(self, block: int, hidden: Tensor, calls: tuple[Any, ...]) -> Tensor:
+    def layer(self, block: int, hidden: Tensor, calls: tuple[Any, ...], piece: None = None) -> Tensor:
         return self._layer(hidden, self.bound[block])
 
     def head(self, hidden: Tensor, labels: Tensor) -> Tensor:

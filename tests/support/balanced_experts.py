@@ -14,6 +14,7 @@ from borders import sgd
 from cases import random_delays, relative
 from family_configs import tiny_config
 from model_families import keep_fp64, packed_batch
+from piped_documents import batch_of, documents_of, pipeline_of
 from pipelines import make_pipeline
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.pipeline.batch import LocalBatch
@@ -92,6 +93,40 @@ def of_ranks(parts: Sequence[MicroBatch], ranks: int) -> list[list[list[int]]]:
     """Pieces of a context-parallel group."""
     ranges = [tokens_of_ranks(part.lengths, ranks) for part in parts]
     return [[[i for own in of_rank for i in range(*own)] for of_rank in of_part] for of_part in ranges]
+
+
+def documents_differ(world: World, *, cut: bool, **knobs: Any) -> float:
+    """As ``compared``, for documents of uneven lengths, some of them cut into slices; on rank 0.
+
+    Documents of one token are left out of the pieces: nothing distinguishes them from padding."""
+    with pytest.MonkeyPatch.context() as patch:
+        keep_fp64(patch)
+        pipeline, plain = pipeline_of(world, mixture(), balance=COEFFICIENT, **knobs), mixture()
+        documents = documents_of(0)
+        packs = pipeline.deal([sum(document.lengths) for document in documents])
+        result = pipeline.step(batch_of(pipeline, 0))
+        pipeline.drain()
+        gradients = {name: pipeline.gradient(name) for name in pipeline.parameter_names}
+        worst, parts = 0.0, dict[tuple[int, ...], MicroBatch]()
+        pieces: dict[tuple[int, ...], list[list[int]]] = {}
+        dealt = {pack for packs_of_round in (*packs.shared, *packs.single) for pack in packs_of_round if pack.documents}
+        for pack in dealt:
+            part = parts[pack.documents] = MicroBatch.in_a_row([documents[number] for number in pack.documents])
+            tokens = range(*(pack.part or (0, part.input_ids.numel())))
+            position, last = part.position_ids.flatten().tolist(), part.input_ids.numel() - 1
+            real = [t for t in tokens if position[t] or (t < last and position[t + 1])]
+            pieces.setdefault(pack.documents, []).append(real)
+        assert any(pack.part for pack in dealt) == cut
+        if world.rank == 0:
+            *numbers, expected = plain_step(plain, [*parts.values()], [*pieces.values()], COEFFICIENT)
+            found = result.loss, result.balance_loss, result.busiest_expert
+            worst = max(abs(a / b - 1) for a, b in zip(found, numbers, strict=True))
+            for name, gradient in expected.items():
+                computed = gradients[name]
+                assert computed is not None
+                worst = max(worst, relative(computed, gradient))
+        pipeline.close()
+    return worst
 
 
 def compared(

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from tawpipe.checkpoint.names import complete_states
 from tawpipe.checkpoint.resume import read_run
@@ -209,3 +217,24 @@ def test_default_sample_prompt_is_the_start_of_a_held_out_document(base: Path, c
     code, out = trained(base, "--sample.tokens", "2", "--validation-fraction", "0.2", rows=rows)
     prompt = json.loads((out / "samples.jsonl").read_text().splitlines()[0])["prompt"]
     assert code == 0 and prompt.startswith("Number ") and any(row["text"].startswith(prompt) for row in rows)
+
+
+def test_run_shows_the_balance_and_its_export_keeps_the_config(tmp_path: Path, capsys: Any) -> None:
+    shape = SHAPE | {"num_local_experts": 4, "num_key_value_heads": 2, "pad_token_id": None}
+    config = MixtralConfig(**shape, router_aux_loss_coef=0.02, output_router_logits=True)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    before = json.loads((tmp_path / "base" / "config.json").read_text())
+    assert before["output_router_logits"]
+    for words, shown in (((), True), (("--experts.balance", "none"), False)):
+        code, out = trained(tmp_path / "base", *words, rows=[{"text": "A short text."}] * 8)
+        assert code == 0
+        assert ("coefficient 0.02 (output_router_logits is true" in capsys.readouterr().out) == shown
+        (row,) = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        assert ("balance_loss" in row and "busiest_expert" in row) == shown
+        assert not shown or (1 <= row["busiest_expert"] <= 2 and 2 <= row["balance_loss"] < 4)
+        after = json.loads((out / "model" / "config.json").read_text())
+        assert {key: after.get(key) for key in before} == before
+        shutil.rmtree(out)
+    assert trained(tmp_path / "base", "--experts.balance", "some")[0] == 2
+    assert "none, auto or a number" in capsys.readouterr().err

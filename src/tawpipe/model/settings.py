@@ -90,9 +90,9 @@ class ExpertSettings:
     """Mixtures of experts."""
 
     balance: Literal["none", "auto"] | float | None = bounded(None, minimum=0)
-    """Loss that lets tokens spread evenly over experts, layer by layer: its coefficient, auto for the coefficient in
-    the model's config (router_aux_loss_coef), or none. null means auto if output_router_logits is true in the config,
-    else none. 0 only reports the balance. --log shows balance_loss and busiest_expert."""
+    """Coefficient of a loss that spreads tokens evenly over experts, layer by layer. auto takes the coefficient in the
+    model's config (router_aux_loss_coef). null means auto if output_router_logits is true in the config, else none.
+    metrics.jsonl gets balance_loss and busiest_expert; with 0 they are measured, and nothing else changes."""
 
 
 ALL_LINEAR, EXPERTS = "all-linear", "experts"
