@@ -28,7 +28,7 @@ from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery.discovery import Discovery, discover, embedding_width
 from tawpipe.model.discovery.first_call import ValuesBefore, first_call
 from tawpipe.model.experts.adapted import take_adapters
-from tawpipe.model.experts.balance import Balance, Piece, balance_of
+from tawpipe.model.experts.balance import ExpertBalance, RoutedTokens, balance_of
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.mixers.in_turn import embed_in_turn
@@ -97,7 +97,7 @@ class Chain(UnitBinding):
         """True if the config asked for router logits, and so for a loss that balances experts."""
         if self.asked_for_balance:
             text.output_router_logits = False
-        self.balance: Balance | None = None
+        self.balance: ExpertBalance | None = None
         """The loss that balances experts; None for none. ``balance_experts`` sets it."""
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
@@ -458,7 +458,7 @@ class Chain(UnitBinding):
             where, "it depends on the length of the row other than token by token, so that rows cannot be cut in chunks"
         )
 
-    def layer(self, block: int, hidden: Tensor, calls: LayerCalls, piece: Piece | None = None) -> Tensor:
+    def layer(self, block: int, hidden: Tensor, calls: LayerCalls, piece: RoutedTokens | None = None) -> Tensor:
         """Run one of blocks 1 to N: the model's own layer, on hidden states [b, S, H].
 
         Args:

@@ -52,7 +52,7 @@ class Router:
     chosen: int
 
 
-class Balance:
+class ExpertBalance:
     """Balancing loss of a model.
 
     Args:
@@ -87,7 +87,7 @@ class Balance:
             chosen = next((each for each in tables if each.ndim == 2 and len(each) == len(logits)), None)
             self._noted.setdefault(number, []).append((logits, chosen))
 
-    def around(self, layer: Callable[[], Tensor], call: LayerCall, piece: Piece | None) -> Tensor:
+    def around(self, layer: Callable[[], Tensor], call: LayerCall, piece: RoutedTokens | None) -> Tensor:
         """Return ``layer()``, whose graph adds the gradient of the balancing loss in its backward pass.
 
         Args:
@@ -141,7 +141,7 @@ class StepBalance:
             before the first piece.
     """
 
-    balance: Balance
+    balance: ExpertBalance
     scale: float
     sums: Tensor | None = None
 
@@ -150,7 +150,7 @@ class StepBalance:
         """Shape of ``sums``."""
         return len(self.balance.routers), self.balance.width
 
-    def piece(self, batch: MicroBatch, ranges: Sequence[tuple[int, int]] | None) -> Piece:
+    def piece(self, batch: MicroBatch, ranges: Sequence[tuple[int, int]] | None) -> RoutedTokens:
         """Return the tokens of ``batch``, or those in ``ranges`` of its only row, as a piece.
 
         Padding is a document whose positions are all 0. A document of one token looks alike and is left out as well."""
@@ -159,7 +159,7 @@ class StepBalance:
         position, after = batch.position_ids, torch.zeros_like(batch.position_ids)
         after[:, :-1] = position[:, 1:]
         counts = (position != 0) | (after == 1), batch.labels != IGNORE
-        return Piece(self, *(each if ranges is None else tokens_of(each, ranges) for each in counts))
+        return RoutedTokens(self, *(each if ranges is None else tokens_of(each, ranges) for each in counts))
 
     def values(self, sums: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the balancing loss, and the tokens of the busiest expert of any layer relative to an even share.
@@ -177,7 +177,7 @@ class StepBalance:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class RoutedTokens:
     """Tokens of a micro-batch that a layer computes at one time.
 
     Args:
@@ -190,11 +190,11 @@ class Piece:
     real: Tensor
     learned: Tensor
 
-    def cut(self, tokens: slice) -> Piece:
+    def cut(self, tokens: slice) -> RoutedTokens:
         """Return a chunk of the tokens of every row as a piece; the piece itself if the chunk is as long."""
         if tokens.stop - tokens.start == self.real.shape[1]:  # also of a slice, whose tokens count from a document's
             return self
-        return Piece(self.step, self.real[:, tokens], self.learned[:, tokens])
+        return RoutedTokens(self.step, self.real[:, tokens], self.learned[:, tokens])
 
     def gradient(self, number: int, logits: Tensor, chosen: Tensor | None, *, groups: Any) -> Tensor:
         """Return the gradient of this piece's loss by the logits of a router, and add to the sums of the step.
@@ -226,7 +226,7 @@ class Piece:
         return (by_token * probabilities * (share - each[:, None])).to(logits.dtype)
 
 
-def balance_of(model: Any, layers: Sequence[nn.Module], value: object, *, asked: bool) -> tuple[Balance | None, str]:
+def balance_of(model: Any, layers: Sequence[nn.Module], value: Any, *, asked: bool) -> tuple[ExpertBalance | None, str]:
     """Return the balancing loss of a model, None for none, and a sentence about it, or ``""``.
 
     Args:
@@ -259,11 +259,11 @@ def balance_of(model: Any, layers: Sequence[nn.Module], value: object, *, asked:
         if number:
             raise UserError(SETTING, value, f"{NONE}: {without}")
         return None, f"no loss balances experts: {without}"
-    coefficient = float(value if number else present[key])  # type: ignore[arg-type]
+    coefficient = float(value if number else present[key])
     why = f"--{SETTING}" if number else f"{key} in config.json; --{SETTING} {NONE} leaves it out"
     why = f"output_router_logits is true and {why}" if value is None else why
     words = f"experts are balanced by a loss with coefficient {coefficient:g} ({why})"
-    return Balance(routers, coefficient), words
+    return ExpertBalance(routers, coefficient), words
 
 
 def _routers(model: nn.Module, layers: Sequence[nn.Module], value: object) -> Iterator[Router]:

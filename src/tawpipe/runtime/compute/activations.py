@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from tawpipe.model.batch import MicroBatch
-from tawpipe.model.experts.balance import Piece
+from tawpipe.model.experts.balance import RoutedTokens
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.compute.chunks import KeptAttention
 from tawpipe.runtime.compute.cp_groups import CpTokens
@@ -99,7 +99,7 @@ class DeviceBatch:
     """
     part: DocumentSlice | None = None
     """The document slice that this micro-batch is, or None. Its ``calls`` are those for the whole document."""
-    piece: Piece | None = None
+    piece: RoutedTokens | None = None
     """The tokens of ``local`` for the loss that balances experts; None without it."""
 
 

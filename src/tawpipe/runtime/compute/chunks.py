@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from tawpipe.model.attention.chunked import Chunk, KeysReached, KeyStore, State
 from tawpipe.model.chain import Chain
-from tawpipe.model.experts.balance import Piece
+from tawpipe.model.experts.balance import RoutedTokens
 from tawpipe.model.mixers.find_mixers import Mixing
 from tawpipe.model.refuse import unsupported
 from tawpipe.model.stubs import LayerCall
@@ -145,7 +145,7 @@ class LayerInChunks:
     size: int
     draw: Draw
     deferred: DeferredProducts | None = field(default=None, kw_only=True)
-    piece: Piece | None = field(default=None, kw_only=True)
+    piece: RoutedTokens | None = field(default=None, kw_only=True)
 
     def outputs(self, hidden: Rows, kept: KeptAttention | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Yield for every chunk its tokens and the layer's output [b, c, H], without a graph.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tawpipe.model.batch import MicroBatch
-from tawpipe.model.experts.balance import Piece, StepBalance
+from tawpipe.model.experts.balance import RoutedTokens, StepBalance
 from tawpipe.runtime.compute.measures import Measure
 
 
@@ -57,7 +57,7 @@ class StepInput:
     slices: Mapping[int, DocumentSlice] = field(default_factory=dict)
     balance: StepBalance | None = None
 
-    def piece(self, batch: MicroBatch, ranges: Sequence[tuple[int, int]] | None = None) -> Piece | None:
+    def piece(self, batch: MicroBatch, ranges: Sequence[tuple[int, int]] | None = None) -> RoutedTokens | None:
         """Return ``StepBalance.piece`` of tokens on the device, or None without ``balance``."""
         return None if self.balance is None else self.balance.piece(batch, ranges)
 
