@@ -243,7 +243,7 @@ def balance_of(model: Any, layers: Sequence[nn.Module], value: Any, *, asked: bo
     if value not in (None, NONE, AUTO) and not number:
         raise UserError(SETTING, value, f"{NONE}, {AUTO} or a number of at least 0")
     text = model.config.get_text_config()
-    settings = {key: getattr(text, key, None) for key in (*COEFFICIENTS, *_OTHERS)}
+    settings: dict[str, Any] = {key: getattr(text, key, None) for key in (*COEFFICIENTS, *_OTHERS)}
     present = {key: each for key, each in settings.items() if isinstance(each, int | float) and each > 0}
     key = next((key for key in COEFFICIENTS if key in present), "")
     if value == NONE or (value is None and not asked):
@@ -259,7 +259,7 @@ def balance_of(model: Any, layers: Sequence[nn.Module], value: Any, *, asked: bo
         if number:
             raise UserError(SETTING, value, f"{NONE}: {without}")
         return None, f"no loss balances experts: {without}"
-    coefficient = float(value if number else present[key])
+    coefficient: Any = value if number else present[key]
     why = f"--{SETTING}" if number else f"{key} in config.json; --{SETTING} {NONE} leaves it out"
     why = f"output_router_logits is true and {why}" if value is None else why
     words = f"experts are balanced by a loss with coefficient {coefficient:g} ({why})"
