@@ -121,8 +121,8 @@ def assumed_forms(config: Mapping[str, Any], settings: Mapping[str, Any], model:
         settings: its ``quantization_config``.
         model: the model, without ``peft``.
     """
-    block = settings.get("weight_block_size") or (1, 64)
-    forms = {FP8: ("fp8", tuple(block)), MXFP4: ("mxfp4", (32, 1)), BITSANDBYTES: ("nf4", (1, 64))}
+    rows, columns = settings.get("weight_block_size") or (1, 64)
+    forms = {FP8: ("fp8", (rows, columns)), MXFP4: ("mxfp4", (32, 1)), BITSANDBYTES: ("nf4", (1, 64))}
     stays = settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or ()
     names = {name for name in matrices_of(model) if not any(f".{stay}." in f".{name}." for stay in stays)}
     method = settings.get("quant_method", "")
@@ -130,7 +130,8 @@ def assumed_forms(config: Mapping[str, Any], settings: Mapping[str, Any], model:
         names = {name for name in names if ".experts." in name}
     if method not in forms or (method == BITSANDBYTES and settings.get("bnb_4bit_quant_type") != "nf4"):
         return {}
-    return dict.fromkeys(names, BlockForm(*forms[method], widened_dtype(config)))
+    kind, block = forms[method]
+    return dict.fromkeys(names, BlockForm(kind, block, widened_dtype(config)))
 
 
 class PublishedTensors:
