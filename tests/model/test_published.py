@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from bitsandbytes_file import CASES, case_of
 from published_folders import BITS_4, FP8_CONFIG, by_formula, compressed, compressed_config, fp8, mxfp4, nf4, scheme
 from tawpipe.errors import UserError
 from tawpipe.model.bits.published import PublishedTensors, quantization_of
@@ -123,6 +124,15 @@ def test_nf4_equals_the_formula_with_scales_of_any_number(
 ) -> None:
     parts, dense = nf4(NAME, values(*shape), nested=nested, kind=kind)
     assert equal(read(tmp_path, parts, BITS_4), dense)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
+def test_bitsandbytes_4_bits_equal_what_it_read_itself(tmp_path: Path, number: int) -> None:
+    """The file is bitsandbytes' own work, which need not be installed."""
+    parts, dense, _ = case_of(Path(__file__).with_name("bitsandbytes.safetensors"), number)
+    assert equal(
+        read(tmp_path, {f"{NAME.removesuffix('weight')}{key}": part for key, part in parts.items()}, BITS_4), dense
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True])

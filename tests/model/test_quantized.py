@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
+from bitsandbytes_file import CASES, case_of
 from cases import from_bits
 from tawpipe.errors import UserError
 from tawpipe.model.bits import quantized
@@ -87,6 +89,17 @@ def test_nonfinite_values_stay_within_their_quantization_block():
         values[0, 5], values[2, 7] = float("nan"), float("inf")
         left = there_and_back(form, values)
         assert not left[0].isfinite().any() and left[1].isfinite().all() and not left[2].isfinite().all()
+
+
+@pytest.mark.parametrize("number", [number for number, case in enumerate(CASES) if case[:2] == ("nf4", False)])
+def test_nf4_equals_a_file_of_bitsandbytes(number):
+    parts, dense, values = case_of(Path(__file__).with_name("bitsandbytes.safetensors"), number)
+    codes = torch.zeros(parts["weight.absmax"].numel() * 32, dtype=torch.uint8)
+    scales = torch.zeros(parts["weight.absmax"].numel())
+    quantise("nf4", values.flatten(), codes, scales)
+    assert torch.equal(codes[: values.numel() // 2], parts["weight"].flatten())
+    assert torch.equal(scales, parts["weight.absmax"])
+    assert torch.equal(there_and_back("nf4", values, torch.bfloat16), dense)
 
 
 def test_nf4_equals_bitsandbytes():
