@@ -117,7 +117,7 @@ class _Rows(NamedTuple):
         return output
 
     def _spans(self) -> list[tuple[int, int, int]]:
-        """Return (expert, begin, end) of every expert that has pairs; empty on the meta device, where plans run layers."""
+        """Return (expert, begin, end) of every expert that has pairs; empty on the meta device, on which plans run."""
         ends = [] if self.ends.is_meta else self.ends.tolist()
         spans = zip(range(len(ends)), [0, *ends], ends, strict=False)
         return [span for span in spans if span[1] < span[2]]
