@@ -29,6 +29,8 @@ from selected import quick_ones
 from tawpipe.errors import UserError
 from tawpipe.model.bits.quantized import matrices_of
 from tawpipe.model.chain import Chain
+from tawpipe.model.experts import adapted as adapted_experts
+from tawpipe.model.experts.adapted import SortedPairs
 
 peft = pytest.importorskip("peft")
 RECOMPUTE = ["full", pytest.param("selective", marks=pytest.mark.slow)]
@@ -295,6 +297,19 @@ def test_experts_keep_neither_gathered_inputs_nor_activations():
     for tensor in (*experts.parameters(), hidden, index, chances):
         kept.pop(tensor.untyped_storage().data_ptr(), None)
     assert sum(kept.values()) == 64 * 2 * experts.get_base_layer().gate_up_proj.shape[1] * 8
+
+
+def test_grouped_products_equal_products_expert_by_expert(monkeypatch):
+    """On GPUs torch multiplies all experts at once, in bf16; the CPU can, too."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).bfloat16()  # noqa: E731
+    index = torch.randint(0, 3, (10, 2), generator=generator)
+    pairs = SortedPairs.of(index + (index == 2), 4)  # nothing for one expert of four
+    rows, weights, arriving = draw(20, 16), draw(4, 24, 16), draw(20, 24)
+    alone = pairs.product(rows, weights.mT), pairs.product(arriving, weights), pairs.outer(rows, arriving)
+    monkeypatch.setattr(adapted_experts, "_aligned", lambda *operands: True)
+    grouped = pairs.product(rows, weights.mT), pairs.product(arriving, weights), pairs.outer(rows, arriving)
+    assert all(map(torch.equal, alone, grouped)) and not grouped[2][2].any()
 
 
 def test_experts_without_tokens_get_zero_gradients():

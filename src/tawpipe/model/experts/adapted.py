@@ -70,7 +70,7 @@ class LowRank(NamedTuple):
         return weight
 
 
-class _Rows(NamedTuple):
+class SortedPairs(NamedTuple):
     """Chosen experts of all tokens, sorted by expert. There are S = T * k pairs of a token and an expert.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Rows(NamedTuple):
     ends: Tensor
 
     @classmethod
-    def of(cls, index: Tensor, experts: int) -> _Rows:
+    def of(cls, index: Tensor, experts: int) -> SortedPairs:
         """Sort the choices ``index`` [T, k] among a number of ``experts``."""
         chosen, order = index.reshape(-1).sort(stable=True)
         ends = torch.searchsorted(chosen, torch.arange(experts, device=index.device, dtype=chosen.dtype), right=True)
@@ -110,7 +110,8 @@ class _Rows(NamedTuple):
     def outer(self, first: Tensor, second: Tensor) -> Tensor:
         """Return [E, m, n]: for each expert the sum over its pairs of [S, m] times [S, n], or 0 without pairs."""
         if _aligned(first, second):
-            return F.grouped_mm(first.mT, second, offs=self.ends)
+            empty = self.ends == F.pad(self.ends[:-1], (1, 0))  # kernels need not write results of no pairs
+            return F.grouped_mm(first.mT, second, offs=self.ends).masked_fill_(empty[:, None, None], 0)
         output = first.new_zeros(len(self.ends), first.shape[1], second.shape[1])
         for expert, begin, end in self._spans():
             torch.mm(first[begin:end].mT, second[begin:end], out=output[expert])
@@ -148,7 +149,7 @@ class _ExpertLinear(NamedTuple):
     bias: Tensor | None
     low_rank: LowRank | None
 
-    def forward(self, rows: Tensor, pairs: _Rows) -> Tensor:
+    def forward(self, rows: Tensor, pairs: SortedPairs) -> Tensor:
         """Return the outputs [S, out] of inputs [S, in]."""
         output = pairs.product(rows, self.weight)
         if self.low_rank is not None:
@@ -156,7 +157,7 @@ class _ExpertLinear(NamedTuple):
             output.add_(pairs.product(pairs.product(rows, first), second), alpha=self.low_rank.scaling)
         return output if self.bias is None else output.add_(self.bias[pairs.experts])
 
-    def to_input(self, arriving: Tensor, pairs: _Rows) -> Tensor:
+    def to_input(self, arriving: Tensor, pairs: SortedPairs) -> Tensor:
         """Return the gradient [S, in] of the inputs, from the gradient [S, out] of the outputs."""
         gradient = pairs.product(arriving, self.weight.mT)
         if self.low_rank is not None:
@@ -165,7 +166,7 @@ class _ExpertLinear(NamedTuple):
             gradient.add_(pairs.product(low, first.mT), alpha=self.low_rank.scaling)
         return gradient
 
-    def to_parameters(self, rows: Tensor, arriving: Tensor, pairs: _Rows, needs: tuple[bool, ...]) -> list[Any]:
+    def to_parameters(self, rows: Tensor, arriving: Tensor, pairs: SortedPairs, needs: tuple[bool, ...]) -> list[Any]:
         """Return the gradients of weight [E, in, out], bias, ``lora_A`` and ``lora_B``; None where not needed.
 
         Args:
@@ -216,7 +217,7 @@ class _Adapted(torch.autograd.Function):
             parameters: weight, bias, ``lora_A`` and ``lora_B`` of the first layer, then of the second.
         """
         first, second = _layers(parameters, scalings, experts.is_transposed)
-        pairs = _Rows.of(index, len(first.weight))
+        pairs = SortedPairs.of(index, len(first.weight))
         before = first.forward(hidden[pairs.tokens], pairs)
         output = second.forward(_activated(experts, before), pairs)
         output = output * chances.reshape(-1)[pairs.order, None]
@@ -230,7 +231,7 @@ class _Adapted(torch.autograd.Function):
         hidden, index, chances, before, *parameters = ctx.saved_tensors
         experts, (_, _, to_hidden, _, to_chances, *needs) = ctx.experts, ctx.needs_input_grad
         first, second = _layers(parameters, ctx.scalings, experts.is_transposed)
-        pairs = _Rows.of(index, len(first.weight))
+        pairs = SortedPairs.of(index, len(first.weight))
         weights = chances.reshape(-1)[pairs.order, None]
         with torch.enable_grad():
             leaf = before.detach().requires_grad_()
