@@ -17,13 +17,14 @@ OPTIONS = {
     "model": "--model",
     "modules": "--import",
     "nodes": "--nodes",
+    "quantize": "--quantize",
     "resume": "--resume",
     "sequence_length": "--sequence-length",
     "vocab_size": "--tokenizer",
     "where": "--resume",
 }
 """Argument of the library -> option, if their names differ."""
-GROUPS = ("lora", "rope")
+GROUPS = ("experts", "lora", "rope")
 """Settings of the library that are groups of options."""
 
 

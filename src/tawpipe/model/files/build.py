@@ -131,7 +131,10 @@ class BuiltModel:
         """
         kept = form == PUBLISHED
         words = "" if self.folder is None else published_words(self.folder, kept=kept)
-        use = "frozen base" if self.adapter_settings else "training starts from the widened values"
+        use = (
+            "frozen layers; others start from the widened values" if kept else "training starts from the widened values"
+        )
+        use = "frozen base" if self.adapter_settings else use
         more = " (--quantize)" if kept else f", rounded again to {form} (--quantize)" if form != NONE else ""
         return f"weights: {words}; {use}{more}" if words else ""
 
