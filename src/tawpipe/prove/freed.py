@@ -50,7 +50,7 @@ class Freed:
         compute: Any = executor.compute
         compute.held = Activations(lambda: _Held(self))
         submit = executor._submit
-        executor._submit = lambda action, run, step: submit(action, partial(self._run, action, run), step)  # type: ignore[method-assign]
+        executor._submit = lambda action, run, *step: submit(action, partial(self._run, action, run), *step)  # type: ignore[method-assign]
         if not self._cuda:  # the code would not record tensors of a CPU
             compute.chain = _Chain(compute.chain, self._now)
             compute.stream = LaneStream(Lane.COMPUTE.value)  # as a GPU has one

@@ -19,8 +19,8 @@ INTEGERS = tuple(float(code if code < 8 else code - 16) for code in range(16))
 """Numbers of the codes of 4 bits as two's complements."""
 TABLES = {"nf4": NF4, "mxfp4": E2M1, "int4": INTEGERS}
 """Kind of codes of 4 bits -> the numbers that they stand for."""
-AT_ONCE = 2**22
-"""Largest number of elements that are dequantised at one time from blocks of rows and columns."""
+AT_ONCE, ON_CPU = 2**24, 2**18
+"""Number of elements that are dequantised at one time from blocks of rows and columns, on GPUs and on CPUs."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class BlockForm:
             return
         out, grid = out.flatten(0, -2), grid.flatten(0, -2)
         width = out.shape[1] * self.bits // 8
-        step = max(1, AT_ONCE // (rows * out.shape[1])) * rows
+        step = max(1, (AT_ONCE if out.is_cuda else ON_CPU) // (rows * out.shape[1])) * rows
         for begin in range(0, len(out), step):
             part = out[begin : begin + step]
             wide = grid[begin // rows :][: -(-len(part) // rows)].repeat_interleave(columns, dim=1)[:, : out.shape[1]]
