@@ -13,7 +13,7 @@ import tawpipe
 from tawpipe.checkpoint.format import read_manifest
 from tawpipe.cli import main
 from tawpipe.errors import UserError
-from tawpipe.model.settings import LoraSettings, RopeSettings
+from tawpipe.model.settings import ExpertSettings, LoraSettings, RopeSettings
 from tawpipe.options.library import GROUPS, OPTIONS, as_option
 from tawpipe.runtime.watch.faults import Fault
 from tawpipe.runtime.world import pick_device
@@ -27,7 +27,7 @@ KNOWN = {"--import", *(leaf.option for leaf in train_options().leaves.values())}
 
 def test_every_library_setting_is_a_command_option() -> None:
     assert KNOWN.issuperset(OPTIONS.values())
-    for group, settings in zip(GROUPS, (LoraSettings, RopeSettings), strict=True):
+    for group, settings in zip(GROUPS, (ExpertSettings, LoraSettings, RopeSettings), strict=True):
         for field in fields(settings):
             name = f"{group}.{field.name}"
             assert as_option(UserError(name, 0, "1")).setting in KNOWN, name

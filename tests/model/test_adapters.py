@@ -281,7 +281,7 @@ def test_expert_targets_are_named_as_settings_or_parameters(tmp_path: Path):
     ):
         model = built(base, LoraSettings(rank=2, expert_rank=3, targets=targets))
         assert model.adapter_settings["targets"] == sorted(names)
-        assert model.adapter_settings["expert_rank"] == 3 and "3 for each expert" in model.adapter_words
+        assert model.adapter_settings["expert_rank"] == 3 and "(experts: 3 each, alpha 6)" in model.adapter_words
     assert (
         "experts.gate_up_proj) get none (--lora.targets all-linear experts)"
         in built(base, LoraSettings(2)).adapter_words
@@ -315,6 +315,8 @@ def test_adapter_of_another_number_of_experts_is_refused(tmp_path: Path):
         model.source(Chain(model.model), seed=0)
     with pytest.raises(UserError, match=r"lora.expert_rank: got 4; 2 as in .*adapter, or unset"):
         built(base, LoraSettings(adapter=str(folder), expert_rank=4))
+    again = built(base, LoraSettings(adapter=str(folder), targets=["all-linear", "experts"]))
+    assert again.adapter_settings["expert_rank"] == 2
 
 
 def test_mismatching_adapter_folder_is_refused_by_name(tmp_path: Path):

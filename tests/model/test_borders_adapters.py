@@ -322,6 +322,23 @@ def test_experts_without_tokens_get_zero_gradients():
     assert right_or_refused(make, rows_of(rows=1)) == "right"
 
 
+def test_switches_of_peft_work_on_experts_of_a_chain():
+    model = with_experts("qwen3_moe")()
+    ids = rows_of()["input_ids"]
+    with torch.no_grad():
+        adapted_logits = model(ids).logits
+        with model.disable_adapter():
+            plain = model(ids).logits
+    chain = Chain(model)
+    chain.model.set_attn_implementation("dense")
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, adapted_logits, rtol=1e-9)
+        with model.disable_adapter():
+            assert torch.allclose(model(ids).logits, plain, rtol=1e-9)
+        model.merge_adapter()
+        assert torch.allclose(model(ids).logits, adapted_logits, rtol=1e-9)
+
+
 def test_adapters_on_dense_parameters_are_refused():
     config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.up_proj.weight"])
     with pytest.raises(UserError, match=r"up_proj.weight.*target_parameters are for stacked experts"):

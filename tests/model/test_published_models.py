@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
@@ -247,6 +247,47 @@ def test_published_form_holds_the_bytes_of_the_file(tmp_path: Path, which: str, 
     assert held.equal(stored.view(torch.uint8).flatten())
 
 
+def test_codes_that_other_tables_read_are_widened(tmp_path: Path) -> None:
+    """FP8 with five bits of exponent, and nf4 with a map of its own."""
+    folder, _ = folder_of(tmp_path / "map", "llama-nf4")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: value.half().float() if name.endswith(".quant_map") else value for name, value in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    fives, _ = folder_of(tmp_path / "fives", "llama-fp8")
+    tensors = load_file(fives / "model.safetensors")
+    coded = {name: value.float().to(torch.float8_e5m2) for name, value in tensors.items() if value.dtype.itemsize == 1}
+    save_file(tensors | coded, fives / "model.safetensors", {"format": "pt"})
+    for each in (folder, fives):
+        chain = Chain(build_model(str(each), max_positions=8, lora=LoraSettings(rank=2)).model)
+        assert chain.form_of("auto") == "none"
+
+
+def test_published_unit_is_about_as_large_as_the_file(tmp_path: Path) -> None:
+    """Matrices that the folder does not quantise keep their 16 bits, and scales of MXFP4 their 8."""
+    folder, _ = folder_of(tmp_path, "gpt_oss")
+    chain = Chain(build_model(str(folder), max_positions=8, lora=LoraSettings(rank=2)).model)
+    chain.quantise("published", torch.bfloat16)
+    packed = sum(unit.packing.elements * 2 for unit in chain.units if unit.packing is not None)
+    names = {slot.name.replace(".base_layer", "") for unit in chain.units if unit.packing for slot in unit.slots}
+    stored = load_file(folder / "model.safetensors")
+    stem = lambda key: key.removesuffix("_blocks").removesuffix("_scales")  # noqa: E731
+    of_file = sum(value.nbytes for key, value in stored.items() if stem(key) in names)
+    assert packed < 1.15 * of_file
+
+
+def test_lossy_transfers_are_refused_for_the_codes_that_auto_takes(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path, "llama-fp8")
+    with pytest.raises(UserError, match=r"weights_compression.*or exact with quantize=published, or quantize=none"):
+        steps_of(folder, "auto", weights_compression="fp8")
+
+
+def test_published_without_weights_is_refused_by_name(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path, "llama-fp8")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="quantize: got 'published'; none, nf4 or int8: these weights have no"):
+        steps_of(folder, "published")
+
+
 def test_plans_of_a_config_alone_assume_its_forms(tmp_path: Path) -> None:
     for which in ("gpt_oss", "qwen3_moe", "llama-nf4"):
         folder, _ = folder_of(tmp_path / which, which)
@@ -265,7 +306,8 @@ def test_published_is_refused_for_dense_weights(tmp_path: Path) -> None:
 
 def steps_of(folder: Path, quantize: str, state: Path | None = None, **knobs: Any) -> list[float]:
     """Losses of three steps with adapters on experts, the last one after saving to ``state`` and loading it again."""
-    lora = LoraSettings(rank=2, targets=["all-linear", "experts"])
+    has_experts = "experts" in (folder / "config.json").read_text()
+    lora = LoraSettings(rank=2, targets=["all-linear", *["experts"] * has_experts])
 
     def made() -> Pipeline:
         built = build_model(str(folder), max_positions=16, lora=lora)

@@ -119,7 +119,9 @@ def test_prepared_run_holds_its_decisions_and_the_stated_memory(packing: str) ->
     """And the memory that is stated is the plan's own sum."""
     words = [*SMALL, "--packing", packing, "--schedule.look-ahead", "3", "--learning-rate", "0.001", "--steps", "3"]
     words += ["--schedule.recompute", "full"]  # or nothing would be computed again, and there is nothing to keep
-    config = load_config([*words, "--optimizer.warmup-steps", "1", "--optimizer.weight-decay", "0.1"])
+    config = load_config(
+        [*words, "--optimizer.warmup-steps", "1", "--optimizer.weight-decay", "0.1", "--quantize", "none"]
+    )
     world = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
     console, model, start = Console(0), run_model.RunModel(config), _checkpoint(config)
     documents = documents_of(config, model, world, console)

@@ -22,7 +22,7 @@ from tawpipe.model.attention.attention import PackedMask
 from tawpipe.model.attention.indexers import spare_indexers
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.binding import UnitBinding, refuse_emptied, refuse_use
-from tawpipe.model.bits.forms import AnyForm, BlockForm, FlatForm
+from tawpipe.model.bits.forms import AnyForm, BlockForm, FlatForm, PlainForm
 from tawpipe.model.bits.quantized import AUTO, NONE, PUBLISHED, check_form, matrices_of
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.discovery.discovery import Discovery, discover, embedding_width
@@ -232,15 +232,16 @@ class Chain(UnitBinding):
         if form == NONE:
             return self.units
         forms, layers = self._forms(form), range(1, len(self.blocks) - 1)
+        coded = {name for name, each in forms.items() if not isinstance(each, PlainForm)}
 
         def has_some(unit: Unit) -> bool:
             """Return True if the unit is frozen, belongs to layers only, and has a matrix that can be quantised."""
             of_frozen_layers = not unit.trainable and all(block in layers for block in unit.blocks)
-            return of_frozen_layers and any(slot.name in forms for slot in unit.slots)
+            return of_frozen_layers and any(slot.name in coded for slot in unit.slots)
 
         if not any(map(has_some, self.units)):
             expected = "none, where no matrix of a layer is frozen: train an adapter (LoRA), or freeze layers"
-            if form == PUBLISHED and not forms:
+            if form == PUBLISHED and not coded:
                 expected = "none, nf4 or int8: the model's folder has no codes of 4 or 8 bits that can be kept"
             raise UserError("quantize", form, expected)
         return tuple(unit.packed(forms, form, dtype) if has_some(unit) else unit for unit in self.units)
@@ -252,15 +253,16 @@ class Chain(UnitBinding):
             UserError: ``form`` is unknown.
         """
         check_form(form)
+        coded = {name for name, each in self._forms(PUBLISHED).items() if isinstance(each, BlockForm)}
         frozen = {slot.name for unit in self.units if not unit.trainable for slot in unit.slots}
-        return (PUBLISHED if frozen & self._forms(PUBLISHED).keys() else NONE) if form == AUTO else form
+        return (PUBLISHED if frozen & coded else NONE) if form == AUTO else form
 
     def _forms(self, form: str) -> Mapping[str, AnyForm]:
         """Return name -> form, for the matrices that can be quantised."""
         matrices = matrices_of(self.model)
         if form != PUBLISHED:
             return dict.fromkeys(matrices, FlatForm(form))
-        published: Mapping[str, BlockForm] = getattr(self.model, PUBLISHED_FORMS, {})
+        published: Mapping[str, AnyForm] = getattr(self.model, PUBLISHED_FORMS, {})
         return {name: published[base_name(name)] for name in matrices if base_name(name) in published}
 
     def prepare(self, device: torch.device | str, dtype: torch.dtype) -> None:

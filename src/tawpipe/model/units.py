@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from tawpipe.model.bits.forms import AnyForm, BlockForm, FlatForm
+from tawpipe.errors import UserError
+from tawpipe.model.bits.forms import AnyForm, FlatForm, PlainForm
 from tawpipe.model.bits.quantized import quantise
 from tawpipe.model.roles import roles_of
 from tawpipe.schedule.spec import BlockSpec, UnitSpec
@@ -119,7 +120,7 @@ class Packing:
         for slot, each in zip(slots, of_slots, strict=True):
             place = _Place(begin, slot.numel * exact.itemsize, 0)
             if each is not None:
-                place = _Place(begin, each.code_bytes(slot.shape), 4 * each.scales(slot.shape))
+                place = _Place(begin, each.code_bytes(slot.shape), each.scale_bytes(slot.shape))
             places.append(place)
             begin += -(-(place.codes + place.scales) // ALIGNED_BYTES) * ALIGNED_BYTES
         return cls(form, of_slots, tuple(slots), tuple(places), compute_dtype, exact)
@@ -143,7 +144,7 @@ class Packing:
         raw = packed.view(torch.uint8)
         for slot, form, place in zip(self.slots, self.forms, self.places, strict=True):
             stored, scales = raw[place.begin : place.begin + place.codes], raw[place.begin + place.codes : place.end]
-            yield slot, form, stored if form else stored.view(self.exact_dtype), scales.view(torch.float32)
+            yield slot, form, stored if form else stored.view(self.exact_dtype), scales
 
     def pack(self, values: Tensor, out: Tensor, published: Published | None = None) -> None:
         """Quantise the numbers of a unit and write them as bytes into ``out``.
@@ -158,9 +159,12 @@ class Packing:
             if form is None:
                 stored.copy_(slot_values)
             elif isinstance(form, FlatForm):
-                quantise(form.kind, slot_values, stored, scales)
+                quantise(form.kind, slot_values, stored, scales.view(torch.float32))
+            elif isinstance(form, PlainForm):
+                form.store(slot_values, stored)
+            elif published is None:
+                raise UserError("quantize", self.form, "none, nf4 or int8: these weights have no published codes")
             else:
-                assert published is not None, f"{slot.name} has no published codes"
                 form.store(published(slot.name), stored, scales)
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
@@ -190,13 +194,13 @@ class Packing:
         """
         index = [slot.name for slot in self.slots].index(name)
         slot, form, place = self.slots[index], self.forms[index], self.places[index]
-        if form is None or isinstance(form, BlockForm):
+        if not isinstance(form, FlatForm):
             return values if form is None else values.to(self.compute_dtype).to(values.dtype)
         codes = torch.empty(place.codes, dtype=torch.uint8, device="cpu")
         scales = torch.empty(place.scales // 4, device="cpu")
         quantise(form.kind, values.flatten(), codes, scales)
         computes = torch.empty(slot.shape, dtype=self.compute_dtype, device="cpu")
-        form.dequantise(codes, scales, computes)
+        form.dequantise(codes, scales.view(torch.uint8), computes)
         return computes.to(values.dtype)
 
 

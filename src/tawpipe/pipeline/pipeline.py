@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +133,15 @@ class Pipeline:
         self.dtype = dtype if isinstance(dtype, torch.dtype) else DTYPES[chosen_dtype(dtype, world)[0]]
         self.settings = settings = strategy_of(schedule)[1]
         self.sequence_ranks = settings.sequence_ranks or 1
-        refuse_settings(
+        refuse = partial(
+            refuse_settings,
             settings,
             clip_norm=training.clip_norm,
             compile_layers=training.compile_layers,
-            quantize=training.quantize,
             dtype=self.dtype,
             on_gpus=world.device.type == "cuda",
         )
+        refuse(quantize=training.quantize)
         _ = share_in_cp_groups(0, world.topology, settings)
 
         # Turn the model into a chain of blocks with initial values.
@@ -154,7 +156,7 @@ class Pipeline:
                 raise UserError("loss", loss, "unset beside a Chain, which was made with its own")
             loss = chain.loss
         settle_mtp(chain.model, without=training.without_mtp)
-        words = chain.balance_experts(training.balance)
+        words = "" if training.balance is None and chain.balance else chain.balance_experts(training.balance)
         if chain is not model and chain.asked_for_balance:
             logger.warning("%s", words)
         refuse_cut_rows(chain, settings)
@@ -176,6 +178,7 @@ class Pipeline:
             self.checked = check_on_rank_0(Pipeline, chain, source, world, loss=loss, in_chunks=in_chunks)
         if chain.balance is not None:
             chain.balance.install()
+        refuse(quantize=chain.form_of(training.quantize))
         chain.quantise(training.quantize, self.dtype)
         self.spec = chain.spec
 

@@ -170,7 +170,8 @@ def refuse_settings(
         raise UserError("compile_layers", True, expected)
     compression = settings.weights_compression
     if quantize not in (AUTO, NONE) and compression not in ("none", "exact"):
-        expected = f"none or exact with quantize={quantize}: what is frozen travels in fewer bits already"
+        why = "what is frozen travels in fewer bits already"
+        expected = f"none or exact with quantize={quantize}, or quantize=none: {why}"
         raise UserError("schedule.weights_compression", compression, expected)
     if compression == "exact" and dtype not in (None, torch.bfloat16):
         expected = f"none with {str(dtype).removeprefix('torch.')}: changes of its numbers are not small; or bfloat16"

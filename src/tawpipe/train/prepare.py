@@ -21,6 +21,7 @@ from tawpipe.data.tokenizer import vocabulary_size
 from tawpipe.dealing.balance import Packs
 from tawpipe.errors import REPORT
 from tawpipe.model.attention.attention_kernel import activate_flash, kernel_of_model
+from tawpipe.model.bits.quantized import AUTO, NONE
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.build import BuiltModel
 from tawpipe.model.files.carried import NOTHING_CARRIED, Carried
@@ -233,13 +234,20 @@ def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
     console.notice(built.other_base_words, other_commit_words(state, built))
     name, why = chosen_dtype(config.dtype, world, state.dtype if state is not None else "")
     dtype = DTYPES[name]
-    config = replace(config, quantize=chain.form_of(config.quantize))
+    config = replace(config, quantize=_form_of(config.quantize, built, chain, run.start))
     console.notice(built.published_words(config.quantize), run.model.balance_words, built.wide_words(chain, dtype))
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
     optimizer, line = resumed_factory(factory_of(config), run.start, chain.units)
     console.notice(line)
     run = replace(run, config=config)
     return BuiltRun(**vars(run), built=built, chain=chain, optimizer=optimizer, dtype=dtype, why_dtype=why)
+
+
+def _form_of(quantize: str, built: BuiltModel, chain: Chain, start: ResumePoint) -> str:
+    """Return the form of frozen matrices that ``--quantize`` stands for: for ``auto`` that of a resumed run, if any."""
+    if quantize == AUTO and start.source is not None:
+        return start.source.manifest.get("quantize", NONE)
+    return chain.form_of(quantize) if built.folder is not None or quantize != AUTO else NONE
 
 
 def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning, Followed]:

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from tawpipe.model.bits.quantized import BLOCK, NF4, dequantise, passing_bytes
+from tawpipe.model.bits.quantized import BLOCK, NF4, dequantise, pairs_of, passing_bytes
 from tawpipe.model.bits.stored import E2M1
 
 INTEGERS = tuple(float(code if code < 8 else code - 16) for code in range(16))
@@ -31,11 +31,11 @@ class FlatForm:
 
     def code_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a matrix's codes."""
-        return self.scales(shape) * BLOCK // (2 if self.kind == "nf4" else 1)
+        return -(-prod(shape) // BLOCK) * BLOCK // (2 if self.kind == "nf4" else 1)
 
-    def scales(self, shape: Sequence[int]) -> int:
-        """Return the number of a matrix's scales."""
-        return -(-prod(shape) // BLOCK)
+    def scale_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of a matrix's scales, in fp32."""
+        return -(-prod(shape) // BLOCK) * 4
 
     def passing_bytes(self, shape: Sequence[int]) -> int:
         """Return the temporary bytes that ``dequantise`` takes on CUDA."""
@@ -43,7 +43,34 @@ class FlatForm:
 
     def dequantise(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """Write the numbers of codes and scales into ``out``, of the matrix's shape."""
-        dequantise(self.kind, codes, scales, out.view(-1))
+        dequantise(self.kind, codes, scales.view(torch.float32), out.view(-1))
+
+
+@dataclass(frozen=True)
+class PlainForm:
+    """Numbers of a matrix that its folder does not quantise, in the dtype of the folder."""
+
+    dtype: torch.dtype
+
+    def code_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of a matrix, a multiple of 4."""
+        return -(-prod(shape) * self.dtype.itemsize // 4) * 4
+
+    def scale_bytes(self, shape: Sequence[int]) -> int:
+        """Return 0: there are no scales."""
+        return 0
+
+    def passing_bytes(self, shape: Sequence[int]) -> int:
+        """Return 0: nothing temporary is made."""
+        return 0
+
+    def store(self, values: Tensor, codes: Tensor) -> None:
+        """Write the numbers of a matrix into the bytes that are sent."""
+        codes.view(self.dtype)[: values.numel()] = values.flatten()
+
+    def dequantise(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Write the numbers into ``out``, of the matrix's shape."""
+        out.copy_(codes.view(self.dtype)[: out.numel()].view(out.shape))
 
 
 @dataclass(frozen=True)
@@ -73,13 +100,18 @@ class BlockForm:
         """Return the shape of a matrix's scales."""
         return (*shape[:-2], -(-shape[-2] // self.block[0]), -(-shape[-1] // self.block[1]))
 
-    def scales(self, shape: Sequence[int]) -> int:
-        """Return the number of a matrix's scales."""
-        return prod(self.grid(shape))
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scales: powers of 2 for MXFP4, otherwise fp32."""
+        return torch.float8_e8m0fnu if self.kind == "mxfp4" else torch.float32
+
+    def scale_bytes(self, shape: Sequence[int]) -> int:
+        """Return the bytes of a matrix's scales."""
+        return prod(self.grid(shape)) * self.scale_dtype.itemsize
 
     def passing_bytes(self, shape: Sequence[int]) -> int:
-        """Return the temporary bytes that ``dequantise`` takes on CUDA: indices, numbers and scales of one portion."""
-        return 14 * min(prod(shape), max(AT_ONCE, shape[-1] * self.block[0]))
+        """Return the temporary bytes that ``dequantise`` takes on CUDA: numbers, scales and indices of one portion."""
+        return (12 if self.bits == 4 else 10) * min(prod(shape), max(AT_ONCE, shape[-1] * self.block[0]))
 
     def store(self, values: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor) -> None:
         """Write codes, one in each uint8, and scales of a matrix into the bytes that are sent."""
@@ -88,15 +120,16 @@ class BlockForm:
             pairs = torch.nn.functional.pad(elements, (0, elements.numel() % 2)).view(-1, 2)
             elements = pairs[:, 0] << 4 | pairs[:, 1]
         codes[: elements.numel()] = elements
-        scales.copy_(values[1].flatten())
+        scales.view(self.scale_dtype).copy_(values[1].flatten())
 
     def dequantise(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """Write the numbers of codes and scales into ``out``, of the matrix's shape, some rows at a time."""
-        (rows, columns), grid = self.block, scales.view(self.grid(out.shape))
+        (rows, columns), grid = self.block, scales.view(self.scale_dtype).float().view(self.grid(out.shape))
         if out.ndim > 2 and out.shape[-2] % rows:  # blocks at the lower edges of the matrices of a stack are smaller
             size = out[0].numel() * self.bits // 8
             for index, matrix in enumerate(out):
-                self.dequantise(codes[index * size : (index + 1) * size], grid[index].flatten(), matrix)
+                of_matrix = grid[index].flatten().to(self.scale_dtype).view(torch.uint8)
+                self.dequantise(codes[index * size : (index + 1) * size], of_matrix, matrix)
             return
         out, grid = out.flatten(0, -2), grid.flatten(0, -2)
         width = out.shape[1] * self.bits // 8
@@ -111,9 +144,8 @@ class BlockForm:
     def _numbers(self, codes: Tensor) -> Tensor:
         """Return the fp32 numbers of codes, before scaling."""
         if self.kind in TABLES:
-            table = torch.tensor(TABLES[self.kind], device=codes.device)
-            return table.index_select(0, torch.stack([codes >> 4, codes & 15], dim=1).flatten().int())
+            return pairs_of(TABLES[self.kind], codes.device).index_select(0, codes.int())
         return codes.view(torch.float8_e4m3fn if self.kind == "fp8" else torch.int8).float()
 
 
-AnyForm = FlatForm | BlockForm
+AnyForm = FlatForm | PlainForm | BlockForm

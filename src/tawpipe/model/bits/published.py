@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tawpipe.model.bits.forms import BlockForm
+from tawpipe.model.bits.forms import AnyForm, BlockForm, PlainForm
 from tawpipe.model.bits.lowbit import GROUP
-from tawpipe.model.bits.quantized import matrices_of
+from tawpipe.model.bits.quantized import NF4, matrices_of
 from tawpipe.model.bits.stored import E2M1, StoredTensor, unpacked
 from tawpipe.model.refuse import unsupported
 
@@ -113,7 +113,7 @@ def widened_dtype(config: Mapping[str, Any]) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) and dtype.itemsize > 1 else torch.bfloat16
 
 
-def assumed_forms(config: Mapping[str, Any], settings: Mapping[str, Any], model: Any) -> dict[str, BlockForm]:
+def assumed_forms(config: Mapping[str, Any], settings: Mapping[str, Any], model: Any) -> dict[str, AnyForm]:
     """Return parameter name -> form that a config describes, for FP8 in blocks, MXFP4 and nf4; else empty.
 
     Args:
@@ -124,14 +124,13 @@ def assumed_forms(config: Mapping[str, Any], settings: Mapping[str, Any], model:
     rows, columns = settings.get("weight_block_size") or (1, 64)
     forms = {FP8: ("fp8", (rows, columns)), MXFP4: ("mxfp4", (32, 1)), BITSANDBYTES: ("nf4", (1, 64))}
     stays = settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or ()
-    names = {name for name in matrices_of(model) if not any(f".{stay}." in f".{name}." for stay in stays)}
-    method = settings.get("quant_method", "")
-    if method == MXFP4:
-        names = {name for name in names if ".experts." in name}
+    method, dtype = settings.get("quant_method", ""), widened_dtype(config)
     if method not in forms or (method == BITSANDBYTES and settings.get("bnb_4bit_quant_type") != "nf4"):
         return {}
-    kind, block = forms[method]
-    return dict.fromkeys(names, BlockForm(kind, block, widened_dtype(config)))
+    (kind, block), names = forms[method], matrices_of(model)
+    kept = {name for name in names if not any(f".{stay}." in f".{name}." for stay in stays)}
+    kept = {name for name in kept if ".experts." in name} if method == MXFP4 else kept
+    return {name: BlockForm(kind, block, dtype) if name in kept else PlainForm(dtype) for name in names}
 
 
 class PublishedTensors:
@@ -283,24 +282,26 @@ class PublishedTensors:
         codes = codes.flatten(2) if turned else codes
         return StoredTensor(MXFP4, codes, scales, block, dense, table=torch.tensor(E2M1), transposed=turned)
 
-    def form(self, name: str, opened: OPEN) -> BlockForm | None:
-        """Return the form of a tensor whose codes and scales can be stored and sent as they are, else None.
+    def form(self, name: str, opened: OPEN) -> BlockForm | PlainForm | None:
+        """Return the form in which a tensor's codes and scales, or its numbers, are stored and sent as published.
 
-        It is None for dense tensors, and for codes that need more than a scale for each block."""
+        It is None for codes that need more than a scale for each block, and for tables that differ from ours."""
         if name not in self._parts:
-            return None
+            return PlainForm(self._headers[name][0])
         (shape, block), parts = self._layout(name, opened), self._parts[name]
         codes, rounded = self._headers[parts["codes"]][0], self._headers[parts["scales"]][0]
+        e4m3 = "fp8" if codes == torch.float8_e4m3fn else ""
         if self._method == MXFP4:
             return BlockForm("mxfp4", (32, 1), self.dtype)
         if self._method == FP8:
-            kind, rounded = "fp8" if codes.is_floating_point else "mxfp4", self.dtype
+            kind, rounded = e4m3 if codes.is_floating_point else "mxfp4", self.dtype
         elif self._method == BITSANDBYTES:
             nf4 = "nf4" in parts.get("state", "") and shape[-1] % block[1] == 0
+            nf4 = nf4 and self._part(name, "table", opened).float().equal(torch.tensor(NF4))
             kind, rounded = "nf4" if nf4 else "", self._state(name, opened).get("dtype", torch.float32)
         else:
             scheme = self._scheme(name)
-            kind = "fp8" if codes.is_floating_point else f"int{scheme['num_bits']}"
+            kind = e4m3 if codes.is_floating_point else f"int{scheme['num_bits']}"
             plain = scheme.get("symmetric", True) and "groups" not in parts
             kind = kind if plain and (codes == torch.int32) == (kind == "int4") else ""
         even = shape[-1] % 2 == 0 or kind in ("fp8", "int8")

@@ -99,7 +99,7 @@ def _dequantise(form: str, codes: Tensor, scales: Tensor, out: Tensor) -> None:
     if form == "int8":
         values = codes.view(torch.int8).float()
     else:
-        values = _pairs_of_nf4(out.device).index_select(0, codes.int())
+        values = pairs_of(NF4, out.device).index_select(0, codes.int())
     blocks = values.view(-1, BLOCK)
     whole, rest = divmod(out.numel(), BLOCK)
     torch.mul(blocks[:whole], scales[:whole], out=out[: whole * BLOCK].view(-1, BLOCK))
@@ -133,9 +133,9 @@ def _cells_of_nf4(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _pairs_of_nf4(device: torch.device) -> Tensor:
-    """Return the two numbers that every byte represents, [256, 2]."""
-    table = torch.tensor(NF4)
+def pairs_of(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return the two numbers that every byte represents, [256, 2], from those of the 16 codes of 4 bits."""
+    table = torch.tensor(numbers)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).to(device)
 
 

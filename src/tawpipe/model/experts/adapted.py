@@ -310,11 +310,13 @@ def _adapted_class() -> type:
     from peft.tuners.lora.layer import ParamWrapper
 
     class AdaptedExperts(ParamWrapper):
-        """Experts with adapters, in place of the outermost ``ParamWrapper``."""
+        """Experts with adapters. The outermost of several wrappers around the experts computes all adapters."""
 
         @torch.compiler.disable
         def forward(self, hidden: Tensor, index: Tensor, chances: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
             """Return the output [T, H] of hidden states [T, H] for the chosen experts [T, k] and their weights."""
+            if self.disable_adapters or self.merged:
+                return self.base_layer(hidden, index, chances)
             adapters = dict[str, LowRank]()
             wrapper: Any = self
             experts: Any = self.get_base_layer()

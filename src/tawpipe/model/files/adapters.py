@@ -90,8 +90,8 @@ def with_adapter(spec: str, model: nn.Module, lora: LoraSettings, base: str, com
             raise UserError(*setting, f"modules of {spec} that peft can adapt ({error})") from error
     config.base_model_name_or_path, config.revision = base, commit or None
     if more := set(config.target_parameters or ()) - named:
-        expected = f"other modules: peft takes these for experts, which are one tensor each in {spec} ({min(more)}); "
-        raise UserError(*setting, f"{expected}{EXPERTS} adapts them, and the ends of longer names other layers")
+        expected = f"other modules: peft takes these for experts, which are one tensor each in {spec} ({min(more)})"
+        raise UserError(*setting, f"{expected}; {EXPERTS} adapts them")
     return adapted
 
 
@@ -122,7 +122,7 @@ def _config_of(lora: LoraSettings) -> Any:
         ("rank", lora.rank, config.r),
         ("expert_rank", lora.expert_rank, _expert_rank(config)),
         ("alpha", lora.alpha, config.lora_alpha),
-        ("targets", None if lora.targets == [ALL_LINEAR] else sorted(lora.targets), _targets(config)),
+        ("targets", None if {*lora.targets} <= {ALL_LINEAR, EXPERTS} else sorted(lora.targets), _targets(config)),
         ("dora", lora.dora or None, config.use_dora),
         ("rslora", lora.rslora or None, config.use_rslora),
     ):
@@ -168,11 +168,12 @@ def _split_targets(spec: str, model: nn.Module, targets: Sequence[str]) -> tuple
     ends = {target: [name for name in stacked if f".{name}".endswith(f".{target}")] for target in targets}
     ends |= {EXPERTS: stacked} if EXPERTS in ends else {}
     modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    experts = sorted({name for target, names in ends.items() if target not in modules - {EXPERTS} for name in names})
+    of_experts = {target: names for target, names in ends.items() if names and target not in modules - {EXPERTS}}
+    experts = sorted({name for names in of_experts.values() for name in names})
     if EXPERTS in ends and not experts:
         expected = f"names of modules: {spec} has no experts that are stacked in a form that can have adapters"
         raise UserError("lora.targets", EXPERTS, expected)
-    others = [target for target in targets if not set(experts) & set(ends[target])]
+    others = [target for target in targets if target not in of_experts]
     _check_targets(spec, model, [target for target in others if target != ALL_LINEAR])
     linear = _linear_layers(model) if ALL_LINEAR in others else []
     return sorted({*others, *linear} - {ALL_LINEAR}), experts
@@ -266,18 +267,22 @@ def adapter_words(outer_model: Any) -> str:
         return ""
     model = outer_model.get_base_model()
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "reset_lora_parameters")]
-    experts = sorted({module.parameter_name for _, module in layers if hasattr(module, "parameter_name")})
+    experts = [module for _, module in layers if hasattr(module, "parameter_name")]
     ends = sorted({name.rpartition(".")[2] for name, module in layers if not hasattr(module, "parameter_name")})
-    ends += [f"experts.{name}" for name in experts]
+    ends += sorted({f"experts.{module.parameter_name}" for module in experts})
     kinds = [word for word, used in (("DoRA", facts["dora"]), ("rsLoRA", facts["rslora"])) if used]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    each = f" ({facts['expert_rank']} for each expert)" if experts else ""
+    alphas = {alpha for module in experts for alpha in module.lora_alpha.values()}
+    each = f" (experts: {facts['expert_rank']} each, alpha {max(alphas)})" if experts else ""
     words = (
-        f"{' and '.join(kinds) or 'LoRA'} of rank {facts['rank']}{each}, alpha {facts['alpha']}, on {len(layers)} "
+        f"{' and '.join(kinds) or 'LoRA'} of rank {facts['rank']}, alpha {facts['alpha']}{each}, on {len(layers)} "
         f"modules ({', '.join(ends)}): {trained:,} parameters"
     )
     without = not experts and ", ".join(stacked_experts(model))
-    return words + (f"; the experts ({without}) get none (--lora.targets all-linear experts)" if without else "")
+    words += f"; the experts ({without}) get none (--lora.targets all-linear experts)" if without else ""
+    dense = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module) is nn.Linear} - set(ends)
+    left = ", ".join(sorted(name for name in dense if _means_experts(model, name)))
+    return words + (f"; dense layers named {left} get none: peft takes these names for experts" if left else "")
 
 
 def adapter_facts(model: Any) -> dict[str, Any]:
@@ -286,7 +291,7 @@ def adapter_facts(model: Any) -> dict[str, Any]:
     if configs is None:
         return {}
     config = configs[model.active_adapter]
-    expert_rank = _expert_rank(config)
+    ranks = [rank for module in model.modules() if hasattr(module, "parameter_name") for rank in module.r.values()]
     return {
         "rank": config.r,
         "alpha": config.lora_alpha,
@@ -294,7 +299,7 @@ def adapter_facts(model: Any) -> dict[str, Any]:
         "targets": _targets(config),
         "dora": bool(config.use_dora),
         "rslora": bool(config.use_rslora),
-    } | ({} if expert_rank is None else {"expert_rank": expert_rank})
+    } | ({"expert_rank": max(ranks)} if ranks else {})
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

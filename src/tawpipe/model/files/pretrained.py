@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tawpipe.model.bits.forms import BlockForm
+from tawpipe.model.bits.forms import AnyForm, PlainForm
 from tawpipe.model.bits.published import (
     PublishedTensors,
     assumed_forms,
@@ -199,24 +199,27 @@ class SafetensorsSource:
             return None
         return self._tensors.codes(group.sources[0][0], cache(lambda path: safe_open(path, framework="pt")))
 
-    def forms(self) -> dict[str, BlockForm]:
-        """Return name of a parameter -> form in which its published codes and scales can be stored and sent.
+    def forms(self) -> dict[str, AnyForm]:
+        """Return name of a parameter -> form in which its published codes, or its numbers, can be stored and sent.
 
         Parameters that are made of several tensors are included if blocks end where the tensors do."""
         from safetensors import safe_open
 
         opened = cache(lambda path: safe_open(path, framework="pt"))
-        shapes, forms = {name: tuple(p.shape) for name, p in self._model.named_parameters()}, dict[str, BlockForm]()
+        shapes, forms = {name: tuple(p.shape) for name, p in self._model.named_parameters()}, dict[str, AnyForm]()
         for group in self._groups.values():
             keys = [key for key, _ in group.sources]
             form, *others = {self._tensors.form(key, opened) for key in keys}
             if form is None or others:
                 continue
+            if isinstance(form, PlainForm):
+                forms |= {} if len(keys) > 1 else {group.target: form}
+                continue
             dense = [self._tensors.shape(key, opened) for key in keys]
             if len(keys) > 1 and any(shape[dim] % form.block[dim] for shape in dense for dim in (-2, -1)):
                 continue
             grids = group.apply((torch.empty(form.grid(shape), device="meta") for shape in dense), self._model)
-            for name, grid in grids.items():
+            for name, grid in grids.items() if len(grids) == 1 else ():
                 shape = shapes.get(self._aliases.get(name, name), ())
                 if len(shape) > 1 and tuple(grid.shape) == form.grid(shape):
                     forms[name] = form
@@ -456,7 +459,7 @@ def _is_plain(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def published_forms(model: Any, folder: Path) -> dict[str, BlockForm]:
+def published_forms(model: Any, folder: Path) -> dict[str, AnyForm]:
     """Return parameter name -> form of its codes in a folder of quantised weights; empty for dense weights.
 
     A folder without weights gives the forms that its config.json describes, for plans.
