@@ -248,7 +248,10 @@ def with_experts(family: str, experts: list[str] = EXPERTS, form: str = "none") 
     return adapted(config, base)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "mixtral"])
+MIXTURES = ["qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "mixtral"]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("recompute", ["full", "none"])
 def test_adapters_on_experts_train_as_in_peft(family, recompute):
     assert right_or_refused(with_experts(family), rows_of(), recompute=recompute) == "right"
@@ -266,17 +269,21 @@ EXPERT_WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("what", EXPERT_WAYS)
-def test_adapters_on_experts_train_as_in_peft_however_layers_run(what):
+@pytest.mark.parametrize("family", quick_ones(MIXTURES, MIXTURES[:1]))
+def test_adapters_on_experts_train_as_in_peft_however_layers_run(family, what):
+    if (family, what) == ("gpt_oss", "selective"):
+        pytest.skip("its tiny attention is computed by no kernel whose result could be kept")
     knobs = dict(EXPERT_WAYS[what])
     experts, form = knobs.pop("experts", EXPERTS), knobs.pop("form", "none")
-    plain = plain_numbers(with_experts("qwen3_moe", experts, form), rows_of())
-    assert_same(piped_numbers(with_experts("qwen3_moe", experts), rows_of(), quantize=form, **knobs), plain)
+    plain = plain_numbers(with_experts(family, experts, form), rows_of())
+    assert_same(piped_numbers(with_experts(family, experts), rows_of(), quantize=form, **knobs), plain)
 
 
 @pytest.mark.parametrize("recompute", ["full", "none"])
-def test_adapters_on_experts_train_packed_documents_as_in_peft(recompute):
+@pytest.mark.parametrize("family", quick_ones(MIXTURES, ["gpt_oss"]))
+def test_adapters_on_experts_train_packed_documents_as_in_peft(family, recompute):
     batch, documents = packed([0], [[5, 9, 2], [16], [8, 8]])
-    make = with_experts("gpt_oss")
+    make = with_experts(family)
     assert right_or_refused(make, batch, documents=documents, recompute=recompute) == "right"
 
 
