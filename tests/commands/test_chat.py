@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from published_folders import FP8_CONFIG, fp8, publish
 from tawpipe.cli import main
 from tawpipe.commands.chat import Conversation, model_folder, run
 from tawpipe.data.tokenizer import train_tokenizer
@@ -55,6 +57,27 @@ def test_chat_answers_as_the_model_through_its_chat_template(folder, loaded, cap
     words = ["chat", str(folder), "--tokens", "7", "--temperature", "0", "--system", "s", "--prompt", "how are you?"]
     assert main(words) == 0
     assert capsys.readouterr().out.strip() == answer(loaded, "[system]s[user]how are you?[assistant]", 7).strip()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_chat_answers_from_fp8_weights_as_from_the_widened_ones(folder, loaded, tmp_path, capsys):
+    """transformers widens them to the type in config.json, also where the rest is in fp32."""
+    settings = FP8_CONFIG | {"weight_block_size": [16, 16]}
+    publish(
+        deepcopy(loaded[0]),
+        tmp_path / "fp8",
+        settings,
+        r"_proj\.weight$",
+        lambda name, value: fp8(name, value, (16, 16)),
+    )
+    answers = []
+    for name in ("fp8", "fp8-dense"):
+        loaded[1].save_pretrained(tmp_path / name)
+        assert (
+            main(["chat", str(tmp_path / name), "--tokens", "7", "--temperature", "0", "--prompt", "how are you?"]) == 0
+        )
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
 
 
 def test_conversation_keeps_its_turns_until_a_new_one_begins(loaded, capsys):

@@ -96,6 +96,8 @@ def load(folder: Path, device: Any, *, trust_remote_code: bool = False) -> tuple
     except (OSError, ValueError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(SETTING, str(folder), f"a model and a tokenizer that transformers loads ({line})") from error
+    if dtype is torch.float32 and all(each.dtype.itemsize > 1 for each in model.parameters()):
+        model = model.float()  # weights in FP8 were widened to the type in config.json
     return model.to(device).eval(), tokenizer
 
 
