@@ -288,7 +288,7 @@ def test_adapters_on_experts_train_packed_documents_as_in_peft(family, recompute
 
 
 def test_experts_keep_neither_gathered_inputs_nor_activations():
-    """Of the chosen experts' intermediate results the graph keeps the outputs of the first layer."""
+    """The graph keeps the first layer's outputs, and no other result of the chosen experts."""
     chain = Chain(with_experts("mixtral")())
     experts: Any = chain.layers[0].get_submodule("mlp.experts")
     hidden = torch.randn(64, chain.width, requires_grad=True, dtype=torch.float64)

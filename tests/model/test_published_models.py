@@ -30,6 +30,7 @@ from published_folders import (
 from tawpipe.errors import UserError
 from tawpipe.model.bits.forms import BlockForm
 from tawpipe.model.bits.published import tensor_headers
+from tawpipe.model.bits.stored import E2M1
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.build import build_model
 from tawpipe.model.files.export import carry, export_hugging_face
@@ -260,6 +261,18 @@ def test_codes_that_other_tables_read_are_widened(tmp_path: Path) -> None:
     for each in (folder, fives):
         chain = Chain(build_model(str(each), max_positions=8, lora=LoraSettings(rank=2)).model)
         assert chain.form_of("auto") == "none"
+
+
+def test_block_forms_hold_every_scale_of_mxfp4_and_odd_columns() -> None:
+    """Powers of 2 in one byte, from the smallest number of fp32 on, and codes of 4 bits in rows of three."""
+    form, shape = BlockForm("mxfp4", (32, 1), torch.float32), (32 * 85, 3)
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scales = torch.arange(255, dtype=torch.uint8).view(torch.float8_e8m0fnu).float().view(85, 3)
+    packed, of_scales = (torch.zeros(size(shape), dtype=torch.uint8) for size in (form.code_bytes, form.scale_bytes))
+    form.store((codes, scales), packed, of_scales)
+    numbers = torch.empty(shape)
+    form.dequantise(packed, of_scales, numbers)
+    assert numbers.equal(torch.tensor(E2M1)[codes.int()] * scales.repeat_interleave(32, dim=0))
 
 
 def test_published_unit_is_about_as_large_as_the_file(tmp_path: Path) -> None:

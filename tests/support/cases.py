@@ -75,7 +75,7 @@ LlamaRMSNorm.forward = _norm_in_own_dtype  # type: ignore[method-assign, assignm
 
 
 class ExactNorm(GptOssRMSNorm):
-    """The same for a mixture, in models of this file alone: other tests judge the norm that transformers has."""
+    """Norm of ``mixture`` in its own dtype. Other tests judge the norm that transformers has."""
 
     forward = _norm_in_own_dtype  # type: ignore[assignment]
 

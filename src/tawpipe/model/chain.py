@@ -253,9 +253,11 @@ class Chain(UnitBinding):
             UserError: ``form`` is unknown.
         """
         check_form(form)
+        if form != AUTO:
+            return form
         coded = {name for name, each in self._forms(PUBLISHED).items() if isinstance(each, BlockForm)}
         frozen = {slot.name for unit in self.units if not unit.trainable for slot in unit.slots}
-        return (PUBLISHED if frozen & coded else NONE) if form == AUTO else form
+        return PUBLISHED if frozen & coded else NONE
 
     def _forms(self, form: str) -> Mapping[str, AnyForm]:
         """Return name -> form, for the matrices that can be quantised."""

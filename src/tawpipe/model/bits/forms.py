@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +52,12 @@ class PlainForm:
     """Numbers of a matrix that its folder does not quantise, in the dtype of the folder."""
 
     dtype: torch.dtype
+    block: ClassVar[tuple[int, int]] = (1, 1)
+    """Rows and columns that belong together."""
+
+    def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a matrix, each number of which stands for itself."""
+        return tuple(shape)
 
     def code_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a matrix, a multiple of 4."""
@@ -117,8 +124,7 @@ class BlockForm:
         """Write codes, one in each uint8, and scales of a matrix into the bytes that are sent."""
         elements = values[0].flatten()
         if self.bits == 4:
-            pairs = torch.nn.functional.pad(elements, (0, elements.numel() % 2)).view(-1, 2)
-            elements = pairs[:, 0] << 4 | pairs[:, 1]
+            elements = elements[::2] << 4 | elements[1::2]
         codes[: elements.numel()] = elements
         scales.view(self.scale_dtype).copy_(values[1].flatten())
 
@@ -132,12 +138,12 @@ class BlockForm:
                 self.dequantise(codes[index * size : (index + 1) * size], of_matrix, matrix)
             return
         out, grid = out.flatten(0, -2), grid.flatten(0, -2)
-        width = out.shape[1] * self.bits // 8
+        width = out.shape[1] * self.bits  # in bits: rows of an odd number of columns end inside a byte
         step = max(1, (AT_ONCE if out.is_cuda else ON_CPU) // (rows * out.shape[1])) * rows
         for begin in range(0, len(out), step):
             part = out[begin : begin + step]
             wide = grid[begin // rows :][: -(-len(part) // rows)].repeat_interleave(columns, dim=1)[:, : out.shape[1]]
-            numbers = self._numbers(codes[begin * width :][: len(part) * width]).view(len(part), -1)
+            numbers = self._numbers(codes[begin * width // 8 : (begin + len(part)) * width // 8]).view(len(part), -1)
             numbers *= wide.repeat_interleave(rows, dim=0)[: len(part)]
             part.copy_(numbers.to(self.dtype))
 

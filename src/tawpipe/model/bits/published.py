@@ -294,7 +294,8 @@ class PublishedTensors:
         if self._method == MXFP4:
             return BlockForm("mxfp4", (32, 1), self.dtype)
         if self._method == FP8:
-            kind, rounded = e4m3 if codes.is_floating_point else "mxfp4", self.dtype
+            powers = "mxfp4" if rounded.itemsize == 1 else ""  # scales of powers of 2, which a byte holds
+            kind, rounded = e4m3 if codes.is_floating_point else powers, self.dtype
         elif self._method == BITSANDBYTES:
             nf4 = "nf4" in parts.get("state", "") and shape[-1] % block[1] == 0
             nf4 = nf4 and self._part(name, "table", opened).float().equal(torch.tensor(NF4))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tawpipe.model.bits.forms import AnyForm, PlainForm
+from tawpipe.model.bits.forms import AnyForm
 from tawpipe.model.bits.published import (
     PublishedTensors,
     assumed_forms,
@@ -210,12 +210,9 @@ class SafetensorsSource:
         for group in self._groups.values():
             keys = [key for key, _ in group.sources]
             form, *others = {self._tensors.form(key, opened) for key in keys}
-            if form is None or others:
-                continue
-            if isinstance(form, PlainForm):
-                forms |= {} if len(keys) > 1 else {group.target: form}
-                continue
             dense = [self._tensors.shape(key, opened) for key in keys]
+            if form is None or others or min(map(len, dense)) < 2:
+                continue
             if len(keys) > 1 and any(shape[dim] % form.block[dim] for shape in dense for dim in (-2, -1)):
                 continue
             grids = group.apply((torch.empty(form.grid(shape), device="meta") for shape in dense), self._model)
