@@ -28,7 +28,7 @@ from published_folders import (
     scheme,
 )
 from tawpipe.errors import UserError
-from tawpipe.model.bits.forms import BlockForm
+from tawpipe.model.bits.forms import BlockForm, PlainForm
 from tawpipe.model.bits.published import tensor_headers
 from tawpipe.model.bits.stored import E2M1
 from tawpipe.model.chain import Chain
@@ -199,6 +199,7 @@ def test_gptq_folder_is_refused_by_name(tmp_path: Path) -> None:
 KEPT = {
     "gpt_oss": {"experts.gate_up_proj": (32, 1), "experts.down_proj": (32, 1)},
     "qwen3_moe": {"experts.gate_up_proj": (16, 8), "experts.down_proj": (16, 8), "k_proj.weight": (16, 8)},
+    "deepseek_v3": {"kv_a_proj_with_mqa.weight": (128, 128)},
     "llama-nf4": {"o_proj.weight": (1, 64)},
     "llama-w4a16": {"down_proj.weight": (1, 8), "q_proj.weight": (1, 8)},
     "qwen3_moe-w4a16": {"experts.gate_up_proj": (1, 8), "q_proj.weight": (1, 8)},
@@ -273,6 +274,21 @@ def test_block_forms_hold_every_scale_of_mxfp4_and_odd_columns() -> None:
     numbers = torch.empty(shape)
     form.dequantise(packed, of_scales, numbers)
     assert numbers.equal(torch.tensor(E2M1)[codes.int()] * scales.repeat_interleave(32, dim=0))
+
+
+def test_matrices_whose_codes_cannot_be_kept_are_sent_in_16_bits(tmp_path: Path) -> None:
+    """Experts of 16 rows in blocks of 128, of which gate and up are one matrix."""
+    folder, _ = folder_of(tmp_path, "deepseek_v3")
+    chain = Chain(build_model(str(folder), max_positions=8, lora=LoraSettings(rank=2)).model)
+    chain.quantise("published", torch.bfloat16)
+    forms = [
+        (slot.name, form)
+        for unit in chain.units
+        if unit.packing is not None
+        for slot, form in zip(unit.slots, unit.packing.forms, strict=True)
+    ]
+    assert {form for name, form in forms if name.endswith("gate_up_proj")} == {PlainForm(torch.bfloat16)}
+    assert any(isinstance(form, BlockForm) for name, form in forms if "kv_a_proj_with_mqa" in name)
 
 
 def test_published_unit_is_about_as_large_as_the_file(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -49,15 +48,9 @@ class FlatForm:
 
 @dataclass(frozen=True)
 class PlainForm:
-    """Numbers of a matrix that its folder does not quantise, in the dtype of the folder."""
+    """Numbers of a matrix of a published folder whose codes cannot be kept, or that has none, in ``dtype``."""
 
     dtype: torch.dtype
-    block: ClassVar[tuple[int, int]] = (1, 1)
-    """Rows and columns that belong together."""
-
-    def grid(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a matrix, each number of which stands for itself."""
-        return tuple(shape)
 
     def code_bytes(self, shape: Sequence[int]) -> int:
         """Return the bytes of a matrix, a multiple of 4."""

@@ -282,12 +282,12 @@ class PublishedTensors:
         codes = codes.flatten(2) if turned else codes
         return StoredTensor(MXFP4, codes, scales, block, dense, table=torch.tensor(E2M1), transposed=turned)
 
-    def form(self, name: str, opened: OPEN) -> BlockForm | PlainForm | None:
-        """Return the form in which a tensor's codes and scales, or its numbers, are stored and sent as published.
+    def form(self, name: str, opened: OPEN) -> BlockForm | None:
+        """Return the form in which a tensor's codes and scales are stored and sent as published.
 
-        It is None for codes that need more than a scale for each block, and for tables that differ from ours."""
+        It is None for dense tensors, for codes that need more than a scale for each block, and for other tables."""
         if name not in self._parts:
-            return PlainForm(self._headers[name][0])
+            return None
         (shape, block), parts = self._layout(name, opened), self._parts[name]
         codes, rounded = self._headers[parts["codes"]][0], self._headers[parts["scales"]][0]
         e4m3 = "fp8" if codes == torch.float8_e4m3fn else ""

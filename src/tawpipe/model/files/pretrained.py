@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tawpipe.model.bits.forms import AnyForm
+from tawpipe.model.bits.forms import AnyForm, PlainForm
 from tawpipe.model.bits.published import (
     PublishedTensors,
     assumed_forms,
@@ -200,25 +200,26 @@ class SafetensorsSource:
         return self._tensors.codes(group.sources[0][0], cache(lambda path: safe_open(path, framework="pt")))
 
     def forms(self) -> dict[str, AnyForm]:
-        """Return name of a parameter -> form in which its published codes, or its numbers, can be stored and sent.
+        """Return name of a matrix -> form in which its published codes can be stored and sent, else its numbers.
 
-        Parameters that are made of several tensors are included if blocks end where the tensors do."""
+        Codes of a matrix that is made of several tensors are kept if blocks end where the tensors do."""
         from safetensors import safe_open
 
         opened = cache(lambda path: safe_open(path, framework="pt"))
-        shapes, forms = {name: tuple(p.shape) for name, p in self._model.named_parameters()}, dict[str, AnyForm]()
+        shapes = {name: tuple(p.shape) for name, p in self._model.named_parameters() if p.ndim > 1}
+        forms: dict[str, AnyForm] = {n: PlainForm(dtype) for n, dtype in self.stored()[0].items() if n in shapes}
         for group in self._groups.values():
             keys = [key for key, _ in group.sources]
             form, *others = {self._tensors.form(key, opened) for key in keys}
-            dense = [self._tensors.shape(key, opened) for key in keys]
-            if form is None or others or min(map(len, dense)) < 2:
+            if form is None or others:
                 continue
+            dense = [self._tensors.shape(key, opened) for key in keys]
             if len(keys) > 1 and any(shape[dim] % form.block[dim] for shape in dense for dim in (-2, -1)):
                 continue
             grids = group.apply((torch.empty(form.grid(shape), device="meta") for shape in dense), self._model)
             for name, grid in grids.items() if len(grids) == 1 else ():
-                shape = shapes.get(self._aliases.get(name, name), ())
-                if len(shape) > 1 and tuple(grid.shape) == form.grid(shape):
+                name = self._aliases.get(name, name)
+                if name in shapes and tuple(grid.shape) == form.grid(shapes[name]):
                     forms[name] = form
         return forms
 
