@@ -37,6 +37,8 @@ TOPOLOGIES = {
 STEPS, EVERY = 6, 2
 LIMIT_S = 90.0
 """Of a start; then everything is ended by force, and the case has failed."""
+SETTLE_S = 10.0
+"""For what a run has left: a killed process takes a moment to go, and so do its children."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -207,15 +209,34 @@ def adopt_strays() -> None:
 
 
 def left_behind(output: Path, bench: Bench, memory_before: set[str]) -> list[str]:
-    """Whatever should not be there when a run has ended well."""
-    left = sorted(shared_memory() - memory_before) + [path.name for path in bench.memory.iterdir()]
-    whole = {path.name for path in complete_states(output / "checkpoints")}
-    left += [path.name for path in (output / "checkpoints").iterdir() if path.name not in whole]
-    left += [path.name for path in output.glob("*.new")]
-    return left + [f"process {pid}" for pid in _strays()]
+    """Whatever should not be there when a run has ended well, looked at until it is gone, for ``SETTLE_S`` at most."""
+    end = time.perf_counter() + SETTLE_S
+    while True:
+        left = _shared_memory_nobody_uses(memory_before) + [path.name for path in bench.memory.iterdir()]
+        whole = {path.name for path in complete_states(output / "checkpoints")}
+        left += [path.name for path in (output / "checkpoints").iterdir() if path.name not in whole]
+        left += [path.name for path in output.glob("*.new")]
+        left += [f"process {pid}" for pid in _strays()]
+        if not left or time.perf_counter() > end:
+            return left
+        time.sleep(0.1)
+
+
+def _shared_memory_nobody_uses(before: set[str]) -> list[str]:
+    """Return new files of shared memory that no living process has: other programs of this machine have some, too."""
+    new = shared_memory() - before
+    for process in Path("/proc").glob("[0-9]*") if new else ():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            handles = [str(handle.readlink()) for handle in (process / "fd").iterdir()]
+            used = "\n".join([*handles, *(process / "maps").read_text().splitlines(), ""])
+            new = {name for name in new if f"/dev/shm/{name}\n" not in used}
+    return sorted(new)
 
 
 def _strays() -> list[int]:
-    """Processes that any start has left: they come to this one, see ``adopt_strays``."""
+    """Return the living processes that any start has left: they come to this one, see ``adopt_strays``."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended by themselves
+            pass
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     return [int(pid) for pid in children]
