@@ -227,9 +227,11 @@ def _shared_memory_nobody_uses(before: set[str]) -> list[str]:
     new = shared_memory() - before
     for process in Path("/proc").glob("[0-9]*") if new else ():
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            handles = [str(handle.readlink()) for handle in (process / "fd").iterdir()]
-            used = "\n".join([*handles, *(process / "maps").read_text().splitlines(), ""])
-            new = {name for name in new if f"/dev/shm/{name}\n" not in used}
+            mapped = (process / "maps").read_text()
+            new = {name for name in new if f"/dev/shm/{name}\n" not in mapped}
+            for handle in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    new.discard(str(handle.readlink()).removeprefix("/dev/shm/"))
     return sorted(new)
 
 
