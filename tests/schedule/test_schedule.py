@@ -12,7 +12,7 @@ from schedule_numbers import check_numbers
 from schedules import NAMES, SCOPED, llama, make, schedules
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Kind
+from tawpipe.schedule.buffers import BALANCE, COUNT, NORM, Buffer, Kind
 from tawpipe.schedule.hazards import Hazards
 from tawpipe.schedule.proof.symbolic import Content, Contents, Running
 from tawpipe.schedule.proof.verify import ScheduleError, verify
@@ -48,7 +48,7 @@ def test_every_execution_order_gives_the_sums_of_one_process(schedule, seed):
 @given(schedule=schedules())
 def test_every_buffer_is_weight_gradient_or_activation(schedule):
     for program in schedule.programs:
-        for one in {one for action in program for one in (*action.reads, *action.writes)} - {NORM, COUNT}:
+        for one in {one for action in program for one in (*action.reads, *action.writes)} - {NORM, COUNT, BALANCE}:
             assert one.is_weight + one.is_gradient + one.is_activation == 1, one
             assert Buffer.parse(str(one)) == one
 

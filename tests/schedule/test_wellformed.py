@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from schedules import llama, make
+from schedules import NAMES, llama, make
 from tawpipe.schedule.actions import Action, Lane, Op, exchange
-from tawpipe.schedule.buffers import COUNT, NORM, block_input, home_gradient, home_weight, pooled
+from tawpipe.schedule.buffers import BALANCE, COUNT, NORM, block_input, home_gradient, home_weight, pooled
 from tawpipe.schedule.placement import Home
 from tawpipe.schedule.proof.symbolic import ScheduleError
+from tawpipe.schedule.proof.verify import verify
 from tawpipe.schedule.proof.wellformed import check_forms, check_programs
 from tawpipe.schedule.step import Schedule
 
@@ -100,3 +101,37 @@ def test_program_with_missing_or_extra_actions_is_refused(schedule, change, reas
         program = [one for one in program if not any(b.is_weight and not b.is_home for b in one.reads)]
     with pytest.raises(ScheduleError, match=f"(?i){reason}"):
         check_programs(replace(schedule, programs=(tuple(program), *schedule.programs[1:])))
+
+
+def balancing(strategy: str = "tawpipe-whole") -> Schedule:
+    """A schedule for a model whose experts are balanced by a loss."""
+    return make(replace(llama(8), balances=True), 2, 2, 4, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", [*NAMES, "1f1b", "zero-bubble"])
+def test_norm_waits_for_the_last_layer_that_adds_to_the_balancing_loss(strategy: str) -> None:
+    schedule = balancing(strategy)
+    verify(schedule)
+    for program in schedule.programs:
+        writes = [index for index, action in enumerate(program) if BALANCE in action.writes]
+        reads = [index for index, action in enumerate(program) if BALANCE in action.reads]
+        later = [action for action in program[writes[0] + 1 :] if action.op is Op.BACKWARD and 0 < action.block < 9]
+        assert len(writes) == len(reads) == 1 and writes < reads and program[reads[0]].op is Op.NORM and not later
+
+
+def _without(action: Action) -> Action:
+    reads, writes = (tuple(buffer for buffer in side if buffer != BALANCE) for side in (action.reads, action.writes))
+    return replace(action, reads=reads, writes=writes)
+
+
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [(Op.BACKWARD, "does not complete the loss that balances experts"), (Op.NORM, "must read .* write norm")],
+)
+def test_balancing_loss_that_norm_does_not_wait_for_is_refused(op: Op, reason: str) -> None:
+    schedule = balancing()
+    program = tuple(_without(action) if action.op is op else action for action in schedule.programs[0])
+    changed = replace(schedule, programs=(program, *schedule.programs[1:]))
+    with pytest.raises(ScheduleError, match=reason):
+        check_forms(changed)
+        check_programs(changed)

@@ -131,7 +131,7 @@ def shapes(draw: st.DrawFn) -> StepSpec:
     least = topology.world_size if ring else 1
     per_visit = draw(st.integers(1, 2))
     return step_for(
-        llama(draw(st.integers(least, max(5, least)))),
+        replace(llama(draw(st.integers(least, max(5, least)))), balances=draw(st.booleans())),
         topology,
         draw(st.integers(1, 3)) * per_visit * topology.world_size,
         strategy=name,
@@ -154,6 +154,7 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = NAMES, *, training: bool
     offloaded = 0 if ring else draw(st.integers(0, layers))
     others = layers - offloaded
     model = llama(layers, tied=shape == "tied", lora=shape == "lora", frozen=2 * (shape == "frozen"))
+    model = replace(model, balances=draw(st.booleans()))
     homes: list[int] = []
     if (places := find(name).places(topology)) and draw(st.booleans()):
         homes = draw(st.lists(st.integers(0, places - 1), min_size=len(model.units), max_size=len(model.units)))

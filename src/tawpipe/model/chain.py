@@ -355,7 +355,7 @@ class Chain(UnitBinding):
         units = (
             replace(unit.spec, active=some * (some < unit.numel)) for unit, some in zip(self.units, active, strict=True)
         )
-        return ModelSpec(self.blocks, tuple(units))
+        return ModelSpec(self.blocks, tuple(units), self.balance is not None)
 
     def set_training(self, mode: bool) -> None:
         """Switch the model between training mode (with dropout) and evaluation mode.

@@ -279,10 +279,7 @@ class Executor:
                 if self.injector is not None and faulty:
                     run = self.injector.around(action, faulty, run, self._buffers)
                 run = recording.around(index, str(action), run) if recording else run
-                # Layers sum up the balance of experts, which NORM reads without a buffer to wait for.
-                sums = action.op is Op.NORM and frame.inputs.balance is not None
-                after = [issued.last[Lane.COMPUTE]] if sums and Lane.COMPUTE in issued.last else []
-                event = self._submit(action, run, frame, after)
+                event = self._submit(action, run, frame)
                 issued.last[action.lane] = event
                 if action.op is Op.NORM:
                     issued.normed = event
@@ -353,13 +350,13 @@ class Executor:
         """Allow updates again after a number that was not finite; call after the weights have been replaced."""
         self._home.forgive()
 
-    def _submit(self, action: Action, run: Callable[[], None], frame: Frame, after: Sequence[Event]) -> Event:
-        """Submit an action to its lane with the events it must wait for, ``after`` too, and return its event.
+    def _submit(self, action: Action, run: Callable[[], None], frame: Frame) -> Event:
+        """Submit an action to its lane with the events it must wait for, and return its event.
 
         If the transport can begin the action early, a second thread of the lane begins it first.
         """
         names = {"reads": action.reads, "writes": action.writes, "frees": action.frees, "lane": action.lane}
-        awaited, early_transfers = [*self._hazards.before(**names), *after], self.transport.early_transfers
+        awaited, early_transfers = self._hazards.before(**names), self.transport.early_transfers
         begins = early_transfers is not None and early_transfers.begins(action)
         if begins:
             awaited.append(self._begin_early(action, frame))

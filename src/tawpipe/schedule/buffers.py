@@ -76,6 +76,8 @@ class Kind(StrEnum):
     """Gradient norm of the step, and a flag that all numbers were finite."""
     COUNT = "count"
     """Number of tokens of the step."""
+    BALANCE = "balance"
+    """Sums over a step's layers of the loss that balances experts."""
     SIZE = "size"
     """Coding of this step's weight changes: how the changes since the copies were received are sent."""
 
@@ -85,7 +87,7 @@ class Kind(StrEnum):
 WEIGHTS = frozenset({Kind.HOME_WEIGHT, Kind.WEIGHT, Kind.COPY})
 GRADIENTS = frozenset({Kind.HOME_GRADIENT, Kind.GRADIENT, Kind.LANDING})
 HOMES = frozenset({Kind.HOME_WEIGHT, Kind.HOME_GRADIENT})
-ACTIVATIONS = frozenset(Kind) - WEIGHTS - GRADIENTS - {Kind.NORM, Kind.COUNT, Kind.SIZE, Kind.CACHE}
+ACTIVATIONS = frozenset(Kind) - WEIGHTS - GRADIENTS - {Kind.NORM, Kind.COUNT, Kind.BALANCE, Kind.SIZE, Kind.CACHE}
 TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT, Kind.IDS})
 """Kinds of activations that may be sent to another rank."""
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
@@ -165,6 +167,7 @@ class Buffer(NamedTuple):
 
 NORM = Buffer(Kind.NORM)
 COUNT = Buffer(Kind.COUNT)
+BALANCE = Buffer(Kind.BALANCE)
 SIZE = Buffer(Kind.SIZE)
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import KEPT, Buffer, Kind, context, input_gradient, key_gradients, keys
+from tawpipe.schedule.buffers import BALANCE, KEPT, Buffer, Kind, context, input_gradient, key_gradients, keys
 from tawpipe.schedule.step import Schedule
 from tawpipe.topology import cp_group_name
 
@@ -119,5 +119,5 @@ def _keys_backward(action: Action) -> Action:
     dkv = key_gradients(action.micro_batch, action.block)
     needed = (buffer for buffer in action.reads if not buffer.is_gradient and not _ends(buffer, action))
     frees = (*(buffer for buffer in action.frees if not _ends(buffer, action)), dkv)
-    reads = (*needed, dkv, *action.writes)
-    return replace(action, op=Op.KEYS_BACKWARD, reads=reads, frees=frees)
+    writes = tuple(buffer for buffer in action.writes if buffer != BALANCE)
+    return replace(action, op=Op.KEYS_BACKWARD, reads=(*needed, dkv, *writes), writes=writes, frees=frees)

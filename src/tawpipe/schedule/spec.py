@@ -59,10 +59,17 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of a model as a chain of blocks. Block 0 is the embedding, the last block is the head."""
+    """Sizes of a model as a chain of blocks. Block 0 is the embedding, the last block is the head.
+
+    Args:
+        blocks: the blocks.
+        units: the units.
+        balances: True if a loss balances the experts of its layers.
+    """
 
     blocks: tuple[BlockSpec, ...]
     units: tuple[UnitSpec, ...]
+    balances: bool = False
 
     @cached_property
     def first_backward(self) -> int:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from tawpipe.schedule.actions import Action, Lane, Op
-from tawpipe.schedule.buffers import COUNT, NORM, Buffer, Pool, home_gradient, home_weight, loss
+from tawpipe.schedule.buffers import BALANCE, COUNT, NORM, Buffer, Pool, home_gradient, home_weight, loss
 from tawpipe.schedule.landing import Landing, Raising
+from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import StepSpec
 
 
@@ -32,6 +34,7 @@ class StepEnd:
         model, homes, several = step.model, step.homes, step.topology.world_size > 1
         units = range(len(homes)) if training else ()
         home_units = [u for u in units if model.units[u].trainable and homes[u].index(rank) is not None]
+        self._model = model
         self._units = sorted(home_units, key=lambda u: model.units[u].blocks[0])
         self._gradients = tuple(home_gradient(unit) for unit in home_units if rank in homes[unit].ranks)
         self._losses = tuple(map(loss, step.losses_of(rank)))
@@ -57,9 +60,10 @@ class StepEnd:
         on the device."""
         for passing in filter(None, (self._raising, self._landing)):
             program = tuple(passing.through(program))
+        program, sums = self._summed(program)
         if not self._early:
             yield from program
-            yield self._norm(*[NORM] * self._training)
+            yield self._norm(*[NORM] * self._training, *sums)
             yield from (self._update(unit, NORM) for unit in self._units)
             return
         updated = {action.unit for action in program if action.op is Op.UPDATE}
@@ -71,7 +75,15 @@ class StepEnd:
             yield from (self._update(unit, COUNT) for unit in due.pop(index, ()))
         for units in due.values():
             yield from (self._update(unit, COUNT) for unit in units)
-        yield self._norm(NORM, COUNT)
+        yield self._norm(NORM, COUNT, *sums)
+
+    def _summed(self, program: Sequence[Action]) -> tuple[Sequence[Action], tuple[Buffer, ...]]:
+        """Return the program and what NORM reads of its layers: BALANCE, which their last backward action writes."""
+        last = last_to_balance(self._model, program) if self._training else None
+        if last is None:
+            return program, ()
+        ended = replace(program[last], writes=(*program[last].writes, BALANCE))
+        return (*program[:last], ended, *program[last + 1 :]), (BALANCE,)
 
     def _due(self, program: Sequence[Action]) -> dict[int, list[int]]:
         """Return for early updates: index of an action of ``program`` -> units that are updated after it.
@@ -96,3 +108,14 @@ class StepEnd:
         """Return the UPDATE action of ``unit``, which waits for the writer of ``after``."""
         home = (home_weight(unit), home_gradient(unit))
         return Action(Op.UPDATE, self._updates, (after, *home), home, unit=unit)
+
+
+def last_to_balance(model: ModelSpec, program: Sequence[Action]) -> int | None:
+    """Return the index of the last action of a program that adds to the loss that balances experts.
+
+    Layers add to it in their backward passes, all on one lane. None for a model or a rank without.
+    """
+    if not model.balances:
+        return None
+    backward = (i for i, action in enumerate(program) if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT))
+    return max((i for i in backward if model.blocks[program[i].block].kind == "layer"), default=None)

@@ -14,6 +14,7 @@ from tawpipe.schedule.actions import COLLECTIVES, Action, Lane, Op, exchange
 from tawpipe.schedule.blocks import left_behind
 from tawpipe.schedule.buffers import (
     AWAY,
+    BALANCE,
     COUNT,
     KEPT,
     NORM,
@@ -95,6 +96,10 @@ class _Checker:
             buffer for action in schedule.programs[rank] for buffer in action.reads if buffer.kind is Kind.CONTEXT
         }
         self.early = schedule.training and schedule.step.settings.early_updates
+        backward = [action for action in schedule.programs[rank] if action.op in (Op.BACKWARD, Op.BACKWARD_INPUT)]
+        of_layers = [action for action in backward if 0 < action.block < len(self.model.blocks) - 1]
+        self.sums = of_layers[-1:] if schedule.training and self.model.balances else []
+        """The action after which the loss that balances experts is complete on this rank; empty for none."""
         overlaps = any(action.lane is not Lane.COMPUTE for action in schedule.programs[rank])
         self.homes = Lane.HOME if overlaps else Lane.COMPUTE
         """Lane of homes in CPU memory; COMPUTE if the schedule has no overlap."""
@@ -108,7 +113,7 @@ class _Checker:
                 yield "names a buffer twice"
         for buffer in (*action.reads, *action.writes):
             cached = self.schedule.looped and buffer.kind is Kind.CACHE
-            if not (buffer in self.buffers or buffer.is_activation or buffer in (NORM, COUNT, SIZE) or cached):
+            if not (buffer in self.buffers or buffer.is_activation or buffer in (NORM, COUNT, BALANCE, SIZE) or cached):
                 yield f"{buffer} is in no pool and no home"
             if buffer.kind is Kind.IDS and not self.schedule.looped:
                 yield f"{buffer} is for laps"
@@ -118,6 +123,8 @@ class _Checker:
             yield "has transfers or a collective that its operation does not take, or none"
         if bool(action.group) != (action.op in (Op.EXCHANGE, Op.COLLECTIVE, Op.SIZE, Op.COUNT, Op.NORM)):
             yield "has a group that its operation does not take, or none"
+        if BALANCE in action.reads and action.op is not Op.NORM:
+            yield "reads the sums of the loss that balances experts"
         yield from self._compression(action)
         yield from self._lane_of_homes(action)
         if action.op is Op.UPDATE:
@@ -167,6 +174,8 @@ class _Checker:
         ):
             if counts[op] != wanted:
                 yield f"has {counts[op]} {op}"
+        if [action for action in program if BALANCE in action.writes] != self.sums:
+            yield "does not complete the loss that balances experts with the last backward action of its layers"
         sized = [buffer for action in program if action.op is Op.SIZE for buffer in action.reads]
         refreshed = [action for action in program if action.refreshes]
         if counts[Op.SIZE] != self.step.refreshes or sorted(sized) != sorted(b for a in refreshed for b in a.reads[:2]):
@@ -528,7 +537,13 @@ class _Checker:
         losses = set(map(loss, self.step.losses_of(self.rank)))
         if action.group != "world":
             yield "NORM is over the world"
-        expected = {*first, *losses, *[NORM] * self.schedule.training, *[COUNT] * self.early}
+        expected = {
+            *first,
+            *losses,
+            *[NORM] * self.schedule.training,
+            *[COUNT] * self.early,
+            *[BALANCE] * len(self.sums),
+        }
         if set(action.reads) != expected or action.writes != (NORM,) or set(action.frees) != losses:
             yield f"must read {_texts(expected)}, write norm and free the losses"
 
