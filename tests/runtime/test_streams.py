@@ -26,6 +26,8 @@ from tawpipe.runtime.homes.named_optimizers import BY_NAME
 from tawpipe.schedule.buffers import Kind
 from tawpipe.schedule.sizes.footprint import BlockMemory, early_receive_bytes, held_apart
 from tawpipe.schedule.strategies.table import strategies
+from tawpipe.serving.decode_steps import drawn_bytes, header_bytes
+from tawpipe.serving.passes import Row, Sampling, SlotLayout
 from toy_allocator import FAR_AHEAD, Bytes, ToyAllocator
 
 IN_CHUNKS = {"sequence_chunk": 4, "offloaded_layers": 3, "recompute": "selective"}
@@ -101,6 +103,18 @@ def test_hidden_states_are_kept_while_their_message_is_sent(rank, ranks, compres
     ledger = decoded(rank, ranks=ranks, compression=compression)
     assert ledger.issued > 100
     assert not ledger.faults, "\n".join(dict.fromkeys(ledger.faults))
+
+
+@pytest.mark.parametrize(("compression", "most"), [("", 64), ("int8", 20)])
+def test_a_message_of_a_decoding_round_has_its_own_size(compression, most):
+    """And not that of as many tokens as could be in it: a piece of a prompt for one of 8 slots, then its tokens."""
+    room, sent, drawn = SlotLayout(1, 8, 512, 256), list[int](), list[int]()
+    decoded(0, room=room, prompt=256, compression=compression, sent=sent)
+    decoded(1, room=room, prompt=256, compression=compression, sent=drawn)
+    header, beginning = header_bytes([Row(0, 0, ())]), header_bytes([Row(0, 0, ())] * 9)
+    assert sent[0] == beginning and header < sum(sent[:2]) <= header + 256 * most
+    assert len(sent) > 6 and set(sent[2:]) == {beginning} and beginning < 512
+    assert set(drawn) == {drawn_bytes(()), drawn_bytes([Row(0, 0, (), Sampling())])} and max(drawn) < 32
 
 
 BY_HOME = [(name, homes) for name in BY_NAME for homes in ("none", "state", "all")]

@@ -149,6 +149,18 @@ def test_prompt_scores_on_stages_equal_transformers(pool: Any, folder: Path) -> 
     check_scores(pool.run("served_families:scored_by_folder", 3, 1, folder=str(folder))[0], model)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("beginning", [0, 16])
+def test_both_sides_know_the_size_of_every_message(pool: Any, folder: Path, beginning: int) -> None:
+    """As NCCL needs it; and where a header does not fit into the beginning of its message."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    found = pool.run("served_families:scored_as_on_nccl", 3, 1, folder=str(folder), beginning=beginning)
+    check_scores(found[0][0], model)
+    for rank, (_, sizes) in enumerate(found):
+        way, after = f"({rank}, {(rank + 1) % 3})", found[(rank + 1) % 3][1]
+        assert sizes[f"{way} True"] == after[f"{way} False"] and len(set(sizes[f"{way} True"])) > 2
+
+
 def test_int8_hidden_states_keep_most_tokens(pool: Any) -> None:
     ours, expected = (
         pool.run("served_families:on_stages", 2, 1, family="llama", groups=3, compression=compression)[0]

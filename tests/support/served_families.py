@@ -5,9 +5,11 @@ does, in fp64. Three requests join in different passes, and their prompts come i
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -21,8 +23,13 @@ from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
 from tawpipe.model.weights import ModuleSource
 from tawpipe.pipeline.steps import Continuation
+from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.world import World
+from tawpipe.schedule.actions import Action
+from tawpipe.schedule.buffers import Buffer
 from tawpipe.schedule.decode_steps import build_decode_steps
+from tawpipe.serving import engine as engines
+from tawpipe.serving.decode_steps import ServeCompute
 from tawpipe.serving.engine import Engine, StagesEngine, load_engine
 from tawpipe.serving.generate import GrowingTexts, Wanted
 from tawpipe.serving.held import hold_weights, refuse_serving
@@ -208,3 +215,31 @@ def scored_by_folder(world: World, folder: str) -> Any:
     engine.run(slots if world.rank == 0 else None)
     engine.close()
     return told
+
+
+def scored_as_on_nccl(world: World, folder: str, beginning: int = 0) -> Any:
+    """``scored_by_folder`` where both sides of a message must know its size, as with NCCL; and the sizes by their way.
+
+    Args:
+        beginning: bytes of a message that are sent first; 0 for as many as usual.
+    """
+    sizes = defaultdict[str, list[int]](list)
+
+    class AsNccl(Transport):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self.early_transfers = None
+
+        def exchange(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> Mapping[Buffer, Tensor]:
+            for one in action.transfers if self.early_transfers is None else ():
+                way = (self.rank, one.peer) if one.send else (one.peer, self.rank)
+                sizes[f"{way} {one.send}"].append(buffers[one.buffer].nbytes)
+            return super().exchange(action, buffers)
+
+    class Short(ServeCompute):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self._beginning = beginning or self._beginning
+
+    with patch.object(engines, "Transport", AsNccl), patch.object(engines, "ServeCompute", Short):
+        return scored_by_folder(world, folder), dict(sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +21,9 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.weights import ModuleSource
 from tawpipe.runtime.homes.optimizer import OptimizerFactory
 from tawpipe.runtime.homes.step_result import StepResult
+from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.world import World
+from tawpipe.schedule.actions import Action
 from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.serving import decode_steps
 from tawpipe.serving.engine import StagesEngine
@@ -28,7 +31,7 @@ from tawpipe.serving.held import hold_weights
 from tawpipe.serving.passes import Drawn, Pass, Row, Sampling, SlotLayout
 from tawpipe.topology import Topology
 
-VOCABULARY, LENGTH = 31, 12
+VOCABULARY, LENGTH, ROOM = 31, 12, SlotLayout(2, 2, 16, 4)
 
 
 def tiny(layers: int) -> LlamaForCausalLM:
@@ -41,7 +44,7 @@ def tiny(layers: int) -> LlamaForCausalLM:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,
-        max_position_embeddings=64,
+        max_position_embeddings=512,
     )
     return LlamaForCausalLM(config)
 
@@ -113,33 +116,66 @@ def played(
 
 
 class _Passes:
-    """One token in the first slot of every group, for some rounds of decoding; then each group's last pass."""
+    """A prompt in the first slot of every group, then one token in each round of decoding; then each group's last pass.
 
-    def __init__(self, slot_layout: SlotLayout, rounds: int) -> None:
+    Args:
+        tokens: of the prompt.
+    """
+
+    def __init__(self, slot_layout: SlotLayout, rounds: int, tokens: int) -> None:
         self.slot_layout, self.left, self._at = slot_layout, rounds * slot_layout.groups, [0] * slot_layout.groups
+        self._tokens = tokens
 
     def feed(self, group: int) -> Pass:
         self.left -= 1
         if self.left < 0:
             return Pass(group, (), True)
-        first, self._at[group] = self._at[group], self._at[group] + 1
-        return Pass(group, (Row(group * self.slot_layout.slots, first, (1,), Sampling(temperature=0)),))
+        first, count = self._at[group], 1 if self._at[group] else self._tokens
+        self._at[group] += count
+        return Pass(group, (Row(group * self.slot_layout.slots, first, (1,) * count, Sampling(temperature=0)),))
 
     def take(self, group: int, drawn: Sequence[Drawn]) -> None:
         pass
 
 
-def decoded(rank: int = 0, *, ranks: int = 2, rounds: int = 6, compression: str = "") -> Ledger:
-    """The ledger of one rank's rounds of decoding, a stage on each of ``ranks``."""
+def decoded(
+    rank: int = 0,
+    *,
+    ranks: int = 2,
+    rounds: int = 6,
+    compression: str = "",
+    room: SlotLayout = ROOM,
+    prompt: int = 4,
+    sent: list[int] | None = None,
+) -> Ledger:
+    """The ledger of one rank's rounds of decoding, a stage on each of ``ranks``.
+
+    Args:
+        prompt: tokens of the first pass of a group.
+        sent: is given the bytes of every message that leaves.
+    """
     with fake_cuda(rank, ranks) as ledger:
         world = World(Topology.grid(ranks, 1), rank, DEVICE, None)
-        chain, room = Chain(tiny(4)), SlotLayout(2, 2, 16, 4)
+        chain = Chain(tiny(4))
         source, schedule = ModuleSource(chain), build_decode_steps(chain.spec, world.topology, room.groups)
         chain.prepare(DEVICE, torch.float32)
         hold_weights(chain, schedule.step.strategy.computes(schedule.step)[rank], source.unit)
         engine = StagesEngine(chain, room, world, schedule, compression=compression)
-        passes = _Passes(room, rounds)
-        with patch.object(decode_steps, "read_header", lambda _, group: passes.feed(group)):  # peers send zeros
+        passes, groups, exchange = _Passes(room, rounds, prompt), cycle(range(room.groups)), Transport.exchange
+
+        def header(message: Tensor) -> bytes:  # of peers, which send zeros
+            message.cpu()
+            return decode_steps.header_of(passes.feed(next(groups)))
+
+        def counted(self: Transport, action: Action, buffers: Any) -> Any:
+            leaving = [buffers[one.buffer].nbytes for one in action.transfers if one.send]
+            (sent if sent is not None else []).extend(leaving)
+            return exchange(self, action, buffers)
+
+        with (
+            patch.object(decode_steps, "_as_bytes", header if rank else decode_steps._as_bytes),
+            patch.object(Transport, "exchange", counted),
+        ):
             engine.run(passes if rank == 0 else None)
         engine.close()
         ledger.sweep()

@@ -1,8 +1,10 @@
 """Computation and messages of one rank during decode steps: passes through its stage, and transfers to the next stage.
 
 Only the first stage talks to the owner of the requests. Every later stage learns about a pass from the header of its
-message, which precedes the hidden states. A message is as long as its pass needs. Receives are posted before that
-length is known, with a buffer for the longest message.
+message, which precedes the hidden states. A message is as long as its pass needs. gloo posts receives before that
+length is known, with a buffer for the longest message. NCCL needs equal lengths on both sides. So the beginning of a
+message, whose length is fixed, is sent first, and it says how long the rest is. The length of drawn tokens follows from
+their pass, which the first stage knows.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ MOST_TOLD = 20
 """Maximum number of likeliest tokens that are reported along with a drawn token."""
 ALIGNED = 16
 """Alignment in bytes of the hidden states in a message, so that values of any type can be read there."""
-_HEAD, _ROW = struct.Struct("<ii"), struct.Struct("<iiiii?didqi")
-_TOKEN, _LIKELY, _ID = struct.Struct("<iiidi"), struct.Struct("<id"), 4
+_HEAD, _ROW = struct.Struct("<iiii"), struct.Struct("<iiiii?didqi")
+"""Head: rows, 1 for the last pass, bytes of the header, tokens of all rows."""
+_COUNT, _TOKEN, _LIKELY, _ID = struct.Struct("<i"), struct.Struct("<iiidi"), struct.Struct("<id"), 4
 
 
 def header_of(pass_: Pass) -> bytes:
@@ -40,13 +43,14 @@ def header_of(pass_: Pass) -> bytes:
 
     It contains for each row: slot, position, number of tokens, sampling settings, and the ids of the known tokens. The
     ids of the row's own tokens are not included, because only the first stage embeds them."""
-    parts = [_HEAD.pack(len(pass_.rows), pass_.last)]
+    size = header_bytes(pass_.rows)
+    parts = [_HEAD.pack(len(pass_.rows), pass_.last, size, _tokens(pass_))]
     for row in pass_.rows:
         drawn = row.draw is not None
         counts = len(row.tokens), row.likeliest, len(row.known)
         parts.append(_ROW.pack(row.slot, row.first, *counts, drawn, *(row.draw or Sampling())))
         parts.append(struct.pack(f"<{len(row.known)}i", *row.known))
-    return b"".join(parts).ljust(header_bytes(pass_.rows), b"\0")
+    return b"".join(parts).ljust(size, b"\0")
 
 
 def header_bytes(rows: Sequence[Row]) -> int:
@@ -57,7 +61,7 @@ def header_bytes(rows: Sequence[Row]) -> int:
 
 def read_header(message: bytes, group: int) -> Pass:
     """Decode a header that ``header_of`` made into a pass of group ``group``. The token ids of its rows are zeros."""
-    count, last = _HEAD.unpack_from(message)
+    count, last, *_ = _HEAD.unpack_from(message)
     rows, at = [], _HEAD.size
     for _ in range(count):
         slot, first, length, likeliest, told, drawn, *sampling = _ROW.unpack_from(message, at)
@@ -67,9 +71,16 @@ def read_header(message: bytes, group: int) -> Pass:
     return Pass(group, tuple(rows), bool(last))
 
 
+def drawn_bytes(rows: Sequence[Row]) -> int:
+    """Return the bytes of a message with the drawn and scored tokens of a pass with these rows, with all likeliest."""
+    told = [row.likeliest for row in rows for _ in row.known]
+    told += [row.draw.logprobs for row in rows if row.draw is not None]
+    return _COUNT.size + len(told) * _TOKEN.size + sum(told) * _LIKELY.size
+
+
 def drawn_message(drawn: list[Drawn]) -> bytes:
     """Encode drawn and scored tokens as a message from the last stage to the first one."""
-    parts = [_HEAD.pack(len(drawn), 0)]
+    parts = [_COUNT.pack(len(drawn))]
     for token in drawn:
         parts.append(_TOKEN.pack(*token[:-1], len(token.top)))
         parts += [_LIKELY.pack(*likely) for likely in token.top]
@@ -78,7 +89,7 @@ def drawn_message(drawn: list[Drawn]) -> bytes:
 
 def read_drawn(message: bytes) -> list[Drawn]:
     """Decode a message that ``drawn_message`` made."""
-    (count, _), at, drawn = _HEAD.unpack_from(message), _HEAD.size, list[Drawn]()
+    (count,), at, drawn = _COUNT.unpack_from(message), _COUNT.size, list[Drawn]()
     for _ in range(count):
         *token, told = _TOKEN.unpack_from(message, at)
         begin, at = at + _TOKEN.size, at + _TOKEN.size + told * _LIKELY.size
@@ -104,11 +115,13 @@ class ServeCompute:
         self._under_way = deque[torch.Event]()
         slot_layout = stage.slot_layout
         rows, tokens = slot_layout.slots + 1, slot_layout.slots + slot_layout.chunk
-        longest = [Row(0, 0, (), known=(0,) * slot_layout.chunk), *[Row(0, 0, ())] * slot_layout.slots]
-        self._longest_header, self._nothing = header_bytes(longest), self._hidden(0)
+        self._beginning, self._nothing = header_bytes([Row(0, 0, ())] * rows), self._hidden(0)
+        """Least bytes of a message, which are sent first with NCCL: the longest header without known tokens."""
+        self._drawn_bytes = dict[int, int]()
+        """Bytes of the message with the tokens of each group's pass, on the first stage."""
         self._receive_bytes = {
-            Kind.INPUT: self._longest_header + self._hidden_bytes(tokens),
-            Kind.IDS: _HEAD.size + (rows + slot_layout.chunk) * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
+            Kind.INPUT: self._beginning + slot_layout.chunk * _ID + ALIGNED + self._hidden_bytes(tokens),
+            Kind.IDS: _COUNT.size + (rows + slot_layout.chunk) * (_TOKEN.size + MOST_TOLD * _LIKELY.size),
         }
 
     def forward(self, action: Action, frame: Frame[DecodeInput]) -> None:
@@ -123,7 +136,8 @@ class ServeCompute:
         else:
             carried, hidden = self._held[block_input(group, block)]
             if block == last:
-                output = _as_tensor(drawn_message(self.stage.head(hidden, carried)))
+                drawn = drawn_message(self.stage.head(hidden, carried))
+                output = _as_tensor(drawn.ljust(drawn_bytes(carried.rows), b"\0"))
             else:
                 if carried.rows:
                     hidden = self.stage.layer(block, hidden, self._held[context(group)])
@@ -133,40 +147,36 @@ class ServeCompute:
             self._held.pop(buffer, None)
 
     def prepare(self, action: Action, frame: Frame[DecodeInput]) -> None:
-        """Run a PREPARE action on a later stage: decode a received message, and compute the layer arguments.
+        """Run a PREPARE action on a later stage: decode received hidden states, and compute the layer arguments.
 
-        The pass with its hidden states replaces the message. The arguments are stored for the layers of this stage.
+        The hidden states replace the message. The arguments are stored for the layers of this stage.
         ``frame.inputs.last`` becomes True if the pass is the last one."""
         (arrived,) = action.reads
-        carried, hidden = self._read(self._held[arrived], action.micro_batch)
+        carried, message = self._held[arrived]
         frame.inputs.last |= carried.last
-        self._held[arrived] = carried, hidden
+        self._held[arrived] = carried, self._read(message, carried)
         self._held[context(action.micro_batch)] = self.stage.calls(carried) if carried.rows else ()
 
     def travel(self, action: Action, frame: Frame[DecodeInput]) -> None:
-        """Run an EXCHANGE action: send and receive messages of hidden states or drawn tokens.
+        """Run an EXCHANGE action: send or receive one message of hidden states or drawn tokens.
 
-        Sent messages are dropped from this rank, and received ones are stored. On CUDA, first wait until at most
-        ``TRAVELLING`` - 1 earlier exchanges are still running."""
-        on_cuda, tensors = self.chain.device.type == "cuda", dict[Buffer, Tensor]()
+        A sent message is dropped from this rank. A received one is stored, hidden states together with their pass. On
+        CUDA, first wait until at most ``TRAVELLING`` - 1 earlier exchanges are still running."""
+        on_cuda, (transfer,) = self.chain.device.type == "cuda", action.transfers
+        buffer = transfer.buffer
         if len(self._under_way) == TRAVELLING:
             self._under_way.popleft().synchronize()
-        for transfer in action.transfers:
-            if transfer.send:
-                message = self._message(self._held.pop(transfer.buffer))
-                if frame.transport.early_transfers is None:  # the receive expects a message of full length
-                    size = self._receive_bytes[transfer.buffer.kind]
-                    message = torch.nn.functional.pad(message, (0, size - message.numel()))
-                tensors[transfer.buffer] = message.to(self.chain.device)
-        if frame.transport.early_transfers is None:
-            tensors |= self.receive_buffers(action, frame)
-        received = frame.transport.exchange(action, tensors)
-        self._held.update(received)
-        if on_cuda:  # keep the memory until the other lane has read it
-            for tensor in tensors.values():
-                tensor.record_stream(torch.cuda.current_stream())
-            for tensor in received.values():
-                tensor.record_stream(self.stream)
+        if transfer.send:
+            message = self._message(self._held.pop(buffer)).to(self.chain.device)
+            whole = frame.transport.early_transfers is not None or buffer.kind is Kind.IDS
+            for part in (message,) if whole else message.tensor_split((self._beginning,)):
+                if part.numel():
+                    frame.transport.exchange(action, {buffer: part})
+        else:
+            self._held[buffer], message = self._receive(action, buffer, frame)
+            if on_cuda:  # keep the memory until the other lane has read it
+                message.record_stream(self.stream)
+        if on_cuda:
             self._under_way.append(torch.cuda.current_stream().record_event())
 
     def receive_buffers(self, action: Action, frame: Frame[DecodeInput]) -> dict[Buffer, Tensor]:
@@ -188,6 +198,7 @@ class ServeCompute:
             self.feeder.take(group, read_drawn(_as_bytes(message)))
         fed = self.feeder.feed(group)
         assert fed.group == group, f"asked for a pass of group {group}, and was given one of group {fed.group}"
+        self._drawn_bytes[group] = drawn_bytes(fed.rows)
         inputs.last |= fed.last
         hidden, self._held[context(group)] = self.stage.embed(fed) if fed.rows else (self._nothing, ())
         return fed, hidden
@@ -204,31 +215,53 @@ class ServeCompute:
         if isinstance(held, Tensor):
             return held
         carried, hidden = held
-        header = _as_tensor(header_of(carried))
-        tokens = sum(len(row.tokens) for row in carried.rows)
+        header, tokens = _as_tensor(header_of(carried)), _tokens(carried)
         if tuple(hidden.shape) != (1, tokens, self.chain.width) or hidden.dtype != self.chain.dtype:
             expected = f"hidden states (1, {tokens}, {self.chain.width}) in {self.chain.dtype} where a stage ends"
             raise UserError("model", self.chain.name, f"{expected}, not {tuple(hidden.shape)} in {hidden.dtype}")
         if hidden.device.type == "cuda":  # keep the memory of COMPUTE's tensor until this stream has read it
             hidden.record_stream(torch.cuda.current_stream())
-        message = torch.empty(len(header) + self._hidden_bytes(tokens), dtype=torch.uint8, device=hidden.device)
+        end = len(header) + self._hidden_bytes(tokens)
+        message = torch.empty(max(end, self._beginning), dtype=torch.uint8, device=hidden.device)
         message[: len(header)].copy_(header)
         if self.compression:
-            encode(hidden.flatten(), self.compression, message[len(header) :])
+            encode(hidden.flatten(), self.compression, message[len(header) : end])
         else:
-            message[len(header) :].copy_(hidden.contiguous().view(torch.uint8).flatten())
+            message[len(header) : end].copy_(hidden.contiguous().view(torch.uint8).flatten())
         return message
 
-    def _read(self, message: Tensor, group: int) -> tuple[Pass, Tensor]:
-        """Decode a message into its pass and its hidden states, [1, tokens, width]."""
-        carried = read_header(_as_bytes(message[: self._longest_header]), group)
-        begin, tokens = header_bytes(carried.rows), sum(len(row.tokens) for row in carried.rows)
+    def _receive(self, action: Action, buffer: Buffer, frame: Frame[DecodeInput]) -> tuple[Any, Tensor]:
+        """Receive the message of an EXCHANGE action.
+
+        With NCCL, the issuing thread waits for the beginning of a message with hidden states.
+
+        Returns:
+            The value of ``buffer``: (pass, message) for hidden states, else the message. Then the message.
+        """
+        early, size = frame.transport.early_transfers is not None, self._beginning
+        first = size if buffer.kind is Kind.INPUT else self._drawn_bytes.get(buffer.at[0], 0)
+        into = {} if early else {buffer: torch.empty(first, dtype=torch.uint8, device=self.chain.device)}
+        message = frame.transport.exchange(action, into)[buffer]
+        if buffer.kind is Kind.IDS:
+            return message, message
+        header = _as_bytes(message[:size])
+        _, _, header_size, tokens = _HEAD.unpack_from(header)
+        if not early and (rest := header_size + self._hidden_bytes(tokens) - size) > 0:
+            message = torch.nn.functional.pad(message, (0, rest))
+            frame.transport.exchange(action, {buffer: message[size:]})
+        if header_size > size:
+            header = _as_bytes(message[:header_size])
+        return (read_header(header, buffer.at[0]), message), message
+
+    def _read(self, message: Tensor, carried: Pass) -> Tensor:
+        """Decode the hidden states, [1, tokens, width], in the message of a pass."""
+        begin, tokens = header_bytes(carried.rows), _tokens(carried)
         part = message[begin : begin + self._hidden_bytes(tokens)]
         if not self.compression:
-            return carried, part.view(self.chain.dtype).view(1, tokens, self.chain.width)
+            return part.view(self.chain.dtype).view(1, tokens, self.chain.width)
         hidden = self._hidden(tokens)
         decode(part, self.compression, hidden.view(-1))
-        return carried, hidden
+        return hidden
 
     def _hidden(self, tokens: int) -> Tensor:
         """Return an uninitialised tensor for the hidden states of ``tokens`` tokens."""
@@ -238,6 +271,11 @@ class ServeCompute:
         """Return the bytes of the hidden states of ``tokens`` tokens in a message."""
         numbers = tokens * self.chain.width
         return compressed_bytes(numbers) if self.compression else numbers * self.chain.dtype.itemsize
+
+
+def _tokens(pass_: Pass) -> int:
+    """Return the number of tokens of all rows of a pass."""
+    return sum(len(row.tokens) for row in pass_.rows)
 
 
 def _as_tensor(message: bytes) -> Tensor:
