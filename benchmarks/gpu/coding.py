@@ -15,7 +15,7 @@ from torch import Tensor
 from gpu.common import say, seconds_of
 from tawpipe.runtime.transport import exact
 
-POWERS = (22, 24, 26)
+POWERS = (22, 24, 25, 26)
 """Values of a slice, as a power of two."""
 
 

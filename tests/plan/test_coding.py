@@ -20,6 +20,7 @@ from tawpipe.plan.machine.machine import Device, Machine, uniform
 from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.plan_file import record_of, request_from
 from tawpipe.plan.search.refine import codings
+from tawpipe.runtime.transport.exact import coding_bytes
 from tawpipe.schedule.sizes.footprint import Widths
 from tawpipe.schedule.spec import change_width
 from tawpipe.simulate import CodingTimes, LinkModel
@@ -70,6 +71,13 @@ def test_exact_compression_is_not_chosen_without_memory_for_its_copies():
     assert fast.peak_bytes > plain.peak_bytes
     tight = planned(replace(asked, memory_bytes=planned(asked_with(SLOW)).chosen.prediction.peak_bytes))  # type: ignore[union-attr]
     assert tight.chosen is not None and tight.chosen.chosen_settings()["weights_compression"] == "none"
+
+
+def test_memory_on_a_gpu_includes_what_coding_takes_for_the_largest_shard():
+    gpus = asked_with(FAST, machine=uniform(2, 2, **LINKS, device=Device("NVIDIA H100")))
+    plain, exact = (memory_quickly(gpus, step_of(gpus, "tawpipe-step", **given)) for given in ({}, EXACT))
+    largest = max(home.shard_size for home in step_of(gpus, "tawpipe-step").homes)
+    assert exact.parts["apart"] - plain.parts.get("apart", 0) == coding_bytes(largest) > 9 * largest
 
 
 def test_exact_compression_is_suggested_if_unmeasured_or_partly_chosen():

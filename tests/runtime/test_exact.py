@@ -10,21 +10,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exact import run_cases
 from schedule_numbers import check_numbers
 from schedules import group_sizes, llama, make
 from tawpipe.errors import UserError
 from tawpipe.pipeline.setup import refuse_settings
+from tawpipe.runtime.peak import peaks
+from tawpipe.runtime.transport import exact as exact_module
+from tawpipe.runtime.transport.compression import CPU, ThreadBuffers
 from tawpipe.runtime.transport.exact import (
     ABSENT,
     CODED,
+    GPU_SEGMENT,
+    HASHED,
     NOTHING,
     WHOLE,
     ChangeForm,
     best_form,
     changes,
     checksum,
+    coding_bytes,
     decode_change,
     encode_change,
 )
@@ -68,7 +75,8 @@ def check(home: torch.Tensor, copy: torch.Tensor) -> None:
     counts = changes(home, copy).tolist()
     for bits, count in zip(CODED, counts[1:], strict=True):
         for more in (0, 3):  # of the member that has most
-            form = ChangeForm(bits, count + more if bits < 8 else 0, counts[-1] + more)
+            listed, whole = (min(home.numel(), one + more) for one in (count, counts[-1]))
+            form = ChangeForm(bits, listed if bits < 8 else 0, whole)
             assert torch.equal(there(home, copy, form).view(torch.int16), home.view(torch.int16))
     form = best_form(counts, home.numel())
     assert (form.bits == NOTHING) == torch.equal(home.view(torch.int16), copy.view(torch.int16))
@@ -137,6 +145,51 @@ def test_exact_compression_is_thread_safe_across_lanes():
 
     with ThreadPoolExecutor(4) as lanes:
         assert all(lanes.map(changed_rightly, range(40)))
+
+
+class Launched(TorchDispatchMode):
+    """Counts operators that a GPU would launch: those that compute, of tensors with elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        some = any(one.numel() for one in (*args, given) if isinstance(one, torch.Tensor))
+        self.count += some and not func.is_view and "empty" not in func._schema.name
+        return given
+
+
+@pytest.mark.parametrize(("bits", "launches"), [(2, (545, 494, 526)), (4, (545, 430, 462)), (8, (545, 386, 416))])
+def test_gpu_launches_few_operators_and_takes_no_more_memory_than_counted(bits, launches, monkeypatch):
+    """A shard of 2^27 weights, at a 2^10th of its size: in slices of 2^22 it was ``launches``."""
+    monkeypatch.setattr(exact_module, "_waits_for_nobody", lambda _: False)
+    monkeypatch.setattr(ThreadBuffers, "take", lambda self, name, *shape: torch.empty(shape[0], dtype=shape[1]))
+    for name in ("CPU_SEGMENT", "GPU_SEGMENT"):
+        monkeypatch.setattr(exact_module, name, GPU_SEGMENT >> 10)
+    monkeypatch.setattr(exact_module, "HASHED", HASHED >> 10)
+    dice, count = torch.Generator().manual_seed(bits), 1 << 17
+    before, moved = torch.randint(0, 1 << 16, (count,), generator=dice), torch.randint(-1, 2, (count,), generator=dice)
+    moved[::4] += 300  # as long a list as there may be
+    home, copy = bf16(before + moved), bf16(before)
+    form = ChangeForm(bits, count // 4 if bits < 8 else 0, count // 4)
+    message, found = torch.empty(form.message_bytes(count), dtype=torch.uint8), copy.clone()
+    parts: list[Any] = [
+        lambda: changes(home, copy),
+        lambda: encode_change(home, copy, form, message),
+        lambda: decode_change(message, form, found),
+    ]
+    counted = []
+    for part in parts:
+        with Launched() as launched:
+            part()
+        counted.append(launched.count)
+    assert torch.equal(found.view(torch.int16), home.view(torch.int16))
+    assert all(8 * few <= many for few, many in zip(counted, launches, strict=True)), counted
+    found.copy_(copy)
+    counting, coding, decoding, hashing = (part.most for part in peaks([*parts, lambda: checksum(copy)], CPU))
+    assert max(counting, hashing) + max(coding, decoding) <= coding_bytes(count)
 
 
 def test_shortest_exact_form_is_chosen():

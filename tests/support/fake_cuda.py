@@ -81,7 +81,7 @@ class _Uses(TorchDispatchMode):
             return func(*args, **kwargs)
         writes = _tensors([*(args[place] for place in places if place < len(args)), *map(kwargs.get, named)])
         reads = _tensors((*args, *kwargs.values()))
-        if name.startswith(HOST_READS) and any(map(ledger.on_device, reads)):
+        if name.startswith(HOST_READS) and name != "nonzero_static" and any(map(ledger.on_device, reads)):
             ledger.stands_still(name)
         if name == "copy_":
             self._copied(*args[:2], non_blocking=bool(args[2:] and args[2]) or kwargs.get("non_blocking", False))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from tawpipe.plan.cost.request import PlanRequest
+from tawpipe.runtime.transport.exact import coding_bytes
 from tawpipe.runtime.transport.transport import needed_groups
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import Kind
@@ -145,6 +146,9 @@ def memory_of(request: PlanRequest, schedule: Schedule) -> Needs:
     sizes = request.activations_of(schedule.step.sequence_ranks)
     if request.on_cuda:
         apart = max(held_apart(schedule, rank, sizes, shares) for rank in schedule.played)
+        if step.refreshes:
+            units = zip(step.homes, step.model.units, strict=True)
+            apart += coding_bytes(max(home.shard_size for home, unit in units if unit.trainable))
     else:
         between = footprint.activation_bytes * BETWEEN_BLOCKS + (
             footprint.working_bytes * BETWEEN_CHUNKS if chunk else 0

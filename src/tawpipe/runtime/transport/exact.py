@@ -24,11 +24,13 @@ NOTHING, WHOLE = 0, 16
 CODED = (2, 4, 8)
 ABSENT = 1 << 40
 """Count in ``changes`` of weights whose copy does not exist yet: more than any real count."""
-CPU_SEGMENT, GPU_SEGMENT = 1 << 18, 1 << 22
-"""Elements coded at one time.
+CPU_SEGMENT, GPU_SEGMENT, HASHED = 1 << 18, 1 << 25, 1 << 22
+"""Elements coded at one time, and elements of a GPU that a checksum takes at one time.
 
-Large enough that the calls cost little, small enough for a CPU core's caches and for small temporary copies on a GPU.
+Large enough that the calls cost little, small enough for a CPU core's caches and for bounded copies on a GPU.
 """
+MOST_LISTED = 3
+"""A list holds at most 1 / ``MOST_LISTED`` of all elements, which bounds the memory of their positions on a GPU."""
 _HASH = (1 << 31) - 1
 _BUFFERS = ThreadBuffers()
 _FIRST = -0x8000
@@ -81,9 +83,23 @@ def best_form(counts: Sequence[int], elements: int) -> ChangeForm:
     changed, *beyond, far = counts
     if not changed:
         return ChangeForm(NOTHING)
-    forms = [ChangeForm(WHOLE), ChangeForm(8, 0, far)]
-    forms += [ChangeForm(bits, count, far) for bits, count in zip(CODED, beyond, strict=False)]
-    return min(forms, key=lambda form: form.message_bytes(elements))
+    forms = [ChangeForm(8, 0, far), *(ChangeForm(bits, count, far) for bits, count in zip(CODED, beyond, strict=False))]
+    short = [form for form in forms if max(form[1:]) * MOST_LISTED <= elements]
+    return min([ChangeForm(WHOLE), *short], key=lambda form: form.message_bytes(elements))
+
+
+def coding_bytes(elements: int) -> int:
+    """Return the most bytes that a GPU allocates temporarily to count, code and decode changes of a shard.
+
+    Coding takes for each element of a slice the difference and its code, 2 bytes each; for each element of the shard 1
+    byte that says whether it is in a list; and for each entry of a list 16 bytes for positions and values. Counting has
+    memory of its own, as it runs in another lane: 7 bytes for each element of a slice, and 16 for a checksum.
+
+    Args:
+        elements: number of elements of the shard.
+    """
+    portion = min(elements, GPU_SEGMENT)
+    return 4 * portion + elements + 16 * (elements // MOST_LISTED) + max(7 * portion, 16 * HASHED)
 
 
 def changes(home: Tensor, copy: Tensor) -> Tensor:
@@ -95,18 +111,17 @@ def changes(home: Tensor, copy: Tensor) -> Tensor:
     Returns:
         int64 [4]: differing elements, then the differences that do not fit in 2, 4 and 8 bits.
     """
-    counts: list[Any] = [0] * (1 + len(CODED))
+    counts, limits = list[Tensor](), (0, *map(_most, CODED))
     for new, old in _segments(home, copy):
         moved = _moved(new, old)
-        sizes, mask = moved.numpy() if _waits_for_nobody(home) else None, _buffer("mask", moved, torch.bool)
-        if sizes is not None:
+        if _waits_for_nobody(home):
+            sizes, mask = moved.numpy(), _buffer("mask", moved, torch.bool).numpy()
             sizes = np.abs(sizes, out=sizes).view(np.uint16)
-        for place, most in enumerate((0, *map(_most, CODED))):
-            if sizes is None:
-                counts[place] += torch.count_nonzero(moved + (_FIRST + most) > _FIRST + 2 * most)
-            else:
-                counts[place] += int(np.count_nonzero(np.greater(sizes, most, out=mask.numpy())))
-    return torch.tensor(counts) if _waits_for_nobody(home) else torch.stack(counts)
+            counts.append(torch.tensor([int(np.count_nonzero(np.greater(sizes, most, out=mask))) for most in limits]))
+        else:
+            far = moved.clamp_(min=1 + _FIRST).abs_()
+            counts.append(torch.stack([(far > most).sum(dtype=torch.int32) for most in limits]))
+    return torch.stack(counts).sum(0)
 
 
 def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> None:
@@ -120,9 +135,9 @@ def encode_change(home: Tensor, copy: Tensor, form: ChangeForm, out: Tensor) -> 
     listed, begin = _lists(form, out, home.numel()), 0
     for new, old in _segments(home, copy):
         moved, end = _moved(new, old), begin + -(-new.numel() * form.bits // 8)
-        listed.append(moved, _write(moved, form.bits, out[begin:end]))
+        listed.append(moved, _write(moved, form.bits, out[begin:end], listed))
         begin = end
-    listed.finish()
+    listed.finish(home.view(torch.int16), copy.view(torch.int16))
 
 
 def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
@@ -132,6 +147,7 @@ def decode_change(message: Tensor, form: ChangeForm, copy: Tensor) -> None:
         end = begin + -(-old.numel() * form.bits // 8)
         _read(message[begin:end], form.bits, listed, old)
         begin = end
+    listed.correct(copy.view(torch.int16), form.bits)
 
 
 def _lists(form: ChangeForm, message: Tensor, elements: int) -> _Counted | _Placed:
@@ -142,20 +158,20 @@ def _lists(form: ChangeForm, message: Tensor, elements: int) -> _Counted | _Plac
     _, listed, whole = form.parts(message, elements)
     if _waits_for_nobody(message):
         return _Counted(listed, _Counted(whole)) if form.listed else _Counted(whole)
-    return _Placed(listed, _Placed(whole)) if form.listed else _Placed(whole)
+    return _Placed(listed, elements, _Placed(whole, form.listed)) if form.listed else _Placed(whole, elements)
 
 
-def _write(moved: Tensor, bits: int, out: Tensor) -> Any:
-    """Write differences (int16 [n]) as codes of ``bits`` bits into the bytes ``out``; return which do not fit.
+def _write(moved: Tensor, bits: int, out: Tensor, listed: _Counted | _Placed) -> Any:
+    """Write differences (int16 [n]) as codes of ``bits`` bits into the bytes ``out``.
 
-    With m bytes, byte i holds the codes of elements i, i + m, i + 2m and so on. Differences that do not fit are
-    returned as indices on a CPU, as a mask on a GPU.
+    With m bytes, byte i holds the codes of elements i, i + m, i + 2m and so on. Returns what ``listed.find`` returns
+    for differences that do not fit.
     """
     beyond, each, count = _FIRST + (1 << bits) - 1, out.numel(), moved.numel()
     codes = _BUFFERS.take(f"{bits} bits", 8 // bits * each, torch.int16, moved.device)
     codes[count:] = 0
     code = torch.add(moved, _FIRST + _most(bits), out=codes[:count]).clamp_(max=beyond)
-    far = _equal(code, beyond)
+    far = listed.find(code, beyond)
     *parts, packed = codes.split(each)
     for part in reversed(parts):
         packed = part.add_(packed, alpha=1 << bits)  # _FIRST is 0 in the low byte, which is kept
@@ -170,9 +186,7 @@ def _read(packed: Tensor, bits: int, listed: _Counted | _Placed, old: Tensor) ->
     for place, part in enumerate(code.split(wide.numel())):
         _shift(wide, bits * place, part)
     code = code.bitwise_and_(last)[: old.numel()]
-    far = _equal(code, last) if listed.capacity else None
-    code.sub_(_most(bits))
-    old.add_(code if far is None else listed.put(far, code))
+    old.add_(listed.put(code.sub_(_most(bits)), last - _most(bits)))
 
 
 class _Counted:
@@ -186,6 +200,11 @@ class _Counted:
     def __init__(self, values: Tensor, then: _Counted | None = None) -> None:
         self._values, self._then, self.capacity, self._at = values, then, values.numel(), 0
 
+    def find(self, code: Tensor, value: int) -> Tensor:
+        """Return the indices of the codes that equal ``value``."""
+        mask = _buffer("mask", code, torch.bool).numpy()
+        return torch.from_numpy(np.flatnonzero(np.equal(code.numpy(), value, out=mask)))
+
     def append(self, moved: Tensor, far: Tensor) -> None:
         """Write the differences ``moved`` at the indices ``far`` into the next entries of the list.
 
@@ -194,14 +213,17 @@ class _Counted:
         if self._then is None:
             part.copy_(some)
         elif some.numel():
-            self._then.append(some, _write(some, 8, part))
+            self._then.append(some, _write(some, 8, part, self._then))
 
-    def finish(self) -> None:
+    def finish(self, *_: Tensor) -> None:
         """Do nothing: ``append`` has already written all entries into the message."""
 
-    def put(self, far: Tensor, code: Tensor) -> Tensor:
-        """Return ``code`` with the next differences of the list written at the indices ``far``, in place."""
-        if not far.numel():
+    def correct(self, *_: Any) -> None:
+        """Do nothing: ``put`` has already added all differences of the list."""
+
+    def put(self, code: Tensor, value: int) -> Tensor:
+        """Return ``code`` with the next differences of the list in place of elements that equal ``value``."""
+        if not self.capacity or not (far := self.find(code, value)).numel():
             return code
         some = self._next(far)
         if self._then is not None:
@@ -216,60 +238,71 @@ class _Counted:
 
 
 class _Placed:
-    """List of a message like ``_Counted``, but without a host sync, for GPUs: ``far`` is a mask.
+    """List of a message like ``_Counted``, but without a host sync, for GPUs.
 
-    A cumulative sum over the mask gives the position of each entry.
+    The slices only mark their long differences in a mask. All entries are then read or written together.
 
     Args:
         values: Entries of the list in the message; int16, or codes of 8 bits.
+        elements: Number of elements that may have an entry.
         then: The 16-bit list behind 8-bit codes.
     """
 
-    def __init__(self, values: Tensor, then: _Placed | None = None) -> None:
-        self._values, self._then, self.capacity = values, then, values.numel()
-        self._wide: Tensor | None = None
-        self._count: Any = 0
+    def __init__(self, values: Tensor, elements: int, then: _Placed | None = None) -> None:
+        self._values, self._then, self.capacity, self._end = values, then, values.numel(), 0
+        self._mask = torch.empty(elements if self.capacity else 0, dtype=torch.bool, device=values.device)
 
-    def append(self, moved: Tensor, far: Tensor) -> None:
-        """Collect the differences ``moved`` where the mask ``far`` is True. ``finish`` writes them into the message."""
-        if self._wide is None:  # entry 0 receives the differences that are not in the list
-            self._wide = torch.zeros(1 + self.capacity, dtype=torch.int16, device=moved.device)
+    def find(self, code: Tensor, value: int) -> None:
+        """Mark the next elements, those of ``code``, where their code equals ``value``."""
         if self.capacity:
-            self._wide.scatter_(0, self._places(far).mul_(far).long(), moved)
+            begin, self._end = self._end, self._end + code.numel()
+            torch.eq(code, value, out=self._mask[begin : self._end])
 
-    def finish(self) -> None:
-        """Write all collected differences into the message; those that do not fit in 8 bits go to the 16-bit list."""
-        assert self._wide is not None
-        some = self._wide[1:]
+    def append(self, moved: Tensor, far: None) -> None:
+        """Do nothing: ``finish`` writes all entries."""
+
+    def put(self, code: Tensor, value: int) -> Tensor:
+        """Mark the elements of ``code`` that equal ``value``, and return it: ``correct`` replaces them."""
+        self.find(code, value)
+        return code
+
+    def finish(self, new: Tensor, old: Tensor | None = None) -> None:
+        """Write the marked differences of ``new`` from ``old`` (int16 [elements]) into the message.
+
+        Entries beyond their number get any values. ``new`` holds the differences themselves if there is no ``old``."""
+        if not self.capacity:
+            return
+        at = self._positions(0)
+        some = new.index_select(0, at)
+        if old is not None:
+            some.sub_(old.index_select(0, at))
+        del at  # the next list takes as much memory
         if self._then is None:
             self._values.copy_(some)
         else:
-            self._then.append(some, _write(some, 8, self._values))
-            self._then.finish()
+            _write(some, 8, self._values, self._then)
+            self._then.finish(some)
 
-    def put(self, far: Tensor, code: Tensor) -> Tensor:
-        """Return ``code`` with the next differences of the list where the mask ``far`` is True."""
-        if self._wide is None:
-            self._wide = self._values
-            if self._then is not None:
-                self._wide = torch.zeros(self.capacity, dtype=torch.int16, device=code.device)
-                _read(self._values, 8, self._then, self._wide)
-        places = self._places(far).sub_(1).clamp_(0, self.capacity - 1)
-        return torch.where(far, self._wide.index_select(0, places), code)
+    def correct(self, old: Tensor, bits: int) -> None:
+        """Add the differences of the list to the marked elements of ``old`` (int16 [elements]).
 
-    def _places(self, far: Tensor) -> Tensor:
-        """Return the position in the list, from 1, of each True element of the mask, continuing from earlier calls."""
-        places = far.cumsum(0, dtype=torch.int32).add_(self._count)
-        self._count = places[-1].clone()
-        return places
+        ``_read`` has added to each of them the difference that its code of ``bits`` bits seemed to hold."""
+        if not self.capacity:
+            return
+        some = self._values
+        if self._then is not None:
+            some = torch.zeros(self.capacity, dtype=torch.int16, device=old.device)
+            _read(self._values, 8, self._then, some)
+            self._then.correct(some, 8)
+        at = self._positions(-1)
+        some = (some - (1 << bits - 1)).mul_(at >= 0)
+        # Entry k belongs to element k or a later one. Entries beyond their number add 0 to element k.
+        torch.maximum(at, torch.arange(self.capacity, dtype=torch.int32, device=old.device), out=at)
+        old.index_add_(0, at, some)
 
-
-def _equal(code: Tensor, value: int) -> Any:
-    """Return which codes equal ``value``: their indices on a CPU, a mask on a GPU."""
-    if _waits_for_nobody(code):
-        mask = _buffer("mask", code, torch.bool).numpy()
-        return torch.from_numpy(np.flatnonzero(np.equal(code.numpy(), value, out=mask)))
-    return code == value
+    def _positions(self, otherwise: int) -> Tensor:
+        """Return the indices of the marked elements, int64 [capacity], with ``otherwise`` for entries beyond them."""
+        return torch.nonzero_static(self._mask, size=self.capacity, fill_value=otherwise)[:, 0]
 
 
 def _moved(new: Tensor, old: Tensor) -> Tensor:
@@ -303,11 +336,10 @@ def checksum(copy: Tensor) -> Tensor:
     It changes if any single element changes.
     """
     total = torch.zeros((), dtype=torch.int64, device=copy.device)
-    odd = (
-        torch.arange(_segment_size(copy), device=copy.device).mul_(2 * 0x9E3779B1).add_(0x85EBCA6B).bitwise_and_(_HASH)
-    )
-    for (bits,) in _segments(copy):
-        total = (total * 31 + (bits.long() * odd[: bits.numel()]).sum()).bitwise_and_(_HASH)
+    size = min(HASHED, _segment_size(copy))
+    odd = torch.arange(size, device=copy.device).mul_(2 * 0x9E3779B1).add_(0x85EBCA6B).bitwise_and_(_HASH)
+    for bits in copy.view(torch.int16).split(size):
+        total = (total * 31 + bits.long().mul_(odd[: bits.numel()]).sum()).bitwise_and_(_HASH)
     return total
 
 
