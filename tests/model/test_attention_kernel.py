@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from torch import nn
 from transformers import Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig
 
 from tawpipe.model import kernels
-from tawpipe.model.attention import attention_kernel
+from tawpipe.model.attention import attention_kernel, slots
 from tawpipe.model.attention.attention import PackedMask, packed_attention
 from tawpipe.model.attention.attention_kernel import Offer, activate_flash, choose_kernel
 from tawpipe.model.attention.attention_kernel import attention_kernel as named
-from tawpipe.model.kernels import Documents
+from tawpipe.model.kernels import AttentionOptions, Documents
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 AMPERE, HOPPER, TURING = Offer((8, 0)), Offer((9, 0), cudnn=True), Offer((7, 5))
@@ -168,6 +169,58 @@ def test_cudnn_plan_is_made_only_for_recurring_lengths(tokens, kernel, monkeypat
     assert _called(monkeypatch, HOPPER, (tokens,), None, {}) == [kernel]
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     assert _called(monkeypatch, HOPPER, (tokens,), None, {}) == ["whole_rows"]
+
+
+class Whole(torch.autograd.Function):
+    """A kernel of cuDNN that has a plan for the forward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, *given: Any) -> Any:
+        return query.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("No valid execution plans built.\nTraceback ...")
+
+
+def test_cudnn_is_tried_forward_and_backward_before_it_is_taken(monkeypatch, caplog):
+    """Where it has no plan torch would not take another kernel, and the first layer would end the run."""
+    fixed = attention_kernel._fixed.__wrapped__
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    found = []
+    for capability in ((10, 3), (9, 0), (8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        found.append(fixed(CPU))
+    assert found == [((10, 3), True), ((9, 0), True), ((8, 0), False)] and not caplog.text
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
+    monkeypatch.setattr(kernels, "whole_rows", Whole.apply)
+    with torch.no_grad():
+        assert fixed(CPU) == ((10, 3), False)
+    assert "cuDNN's attention is not used: it fails here (No valid execution plans built.)" in caplog.text
+
+
+@pytest.mark.parametrize(("capability", "masked"), [((10, 0), True), ((9, 0), False)])
+def test_decoding_with_a_mask_does_not_use_cudnn_on_capability_10(monkeypatch, capability, masked):
+    """It is wrong there with few heads of keys, and torch takes it by itself."""
+    allowed: list[Any] = []
+
+    @contextmanager
+    def only(backends: Any):
+        allowed.append(backends)
+        yield
+
+    monkeypatch.setattr(kernels, "sdpa_kernel", only)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    real, on_gpu = kernels.with_mask, cast(Any, SimpleNamespace(device=GPU))
+    monkeypatch.setattr(slots, "with_mask", lambda mask: real(None if mask is None else on_gpu))
+    options = AttentionOptions(None, 1.0, 0.0, None)
+    for rows, queries in ((3, 1), (1, 4)):
+        query, key = torch.randn(rows, 2, 2, queries, 8), torch.randn(rows, 2, 6, 8)
+        mask = torch.ones(rows, 1, queries, 6, dtype=torch.bool)
+        slots._attention(query, key, key, mask, None, options)
+    assert len(allowed) == 2 * masked and not any(library.SDPBackend.CUDNN_ATTENTION in each for each in allowed)
+    slots._attention(query[:, :, :, :1], key, key, None, None, options)
+    assert len(allowed) == 2 * masked, "without a mask nothing is wrong"
 
 
 def test_torch_without_flash_selection_uses_flash_attention_2(monkeypatch):

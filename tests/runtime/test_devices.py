@@ -8,7 +8,9 @@ import warnings
 import pytest
 import torch
 
+from tawpipe.environment import ALLOCATOR, CUDA_VARIABLES
 from tawpipe.errors import UserError
+from tawpipe.runtime import world
 from tawpipe.runtime.world import LEAST_CONNECTIONS, pick_device, require_same_kind, warn_of_few_connections
 
 
@@ -66,3 +68,36 @@ def test_too_few_cuda_connections_are_named(said, warns, caplog):
     with caplog.at_level(logging.WARNING):
         warn_of_few_connections({"CUDA_DEVICE_MAX_CONNECTIONS": said} if said else {})
     assert (f"CUDA_DEVICE_MAX_CONNECTIONS={said}" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("has", "starts", "late"),
+    [
+        ("", False, True),
+        ("backend:native", False, True),
+        ("expandable_segments:True", True, False),
+        (None, True, True),
+        (None, False, False),
+    ],
+)
+def test_allocator_settings_that_came_too_late_are_named(monkeypatch, caplog, has, starts, late):
+    """``has`` is what the allocator says that it has read; torch may have no way to ask it."""
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    if has is not None:
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: has, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: starts)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(world, "pick_device", lambda *_: torch.device("cpu"))
+    for name in ("RANK", "WORLD_SIZE", *ALLOCATOR):
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    for name, value in CUDA_VARIABLES.items():
+        if name not in ALLOCATOR:
+            monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        world.connect()
+    named = "PYTORCH_ALLOC_CONF=expandable_segments:True is too late" in caplog.text
+    assert named == late and len(caplog.records) == late
+    caplog.clear()
+    world.connect()  # the user's own setting
+    assert not caplog.records

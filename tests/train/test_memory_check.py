@@ -21,10 +21,14 @@ from tawpipe.plan.answer.remedy import WayOut
 from tawpipe.plan.answer.would_fit import WouldFit
 from tawpipe.plan.cost.measure import Asked, request_of
 from tawpipe.plan.machine.machine import Device, Machine
+from tawpipe.runtime.transport.transport import needed_groups
 from tawpipe.runtime.world import World
+from tawpipe.schedule.decode_steps import build_decode_steps
+from tawpipe.schedule.placement import Home
 from tawpipe.schedule.settings import ScheduleSettings
 from tawpipe.serving.generate import Wanted
 from tawpipe.serving.passes import Sampling
+from tawpipe.serving.placing import build_placing
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from tawpipe.train import memory
@@ -174,6 +178,28 @@ def test_sample_texts_on_two_processes_count_one_stage_of_weights(chain):
     assert len(chain.blocks) == 10 and 4 * half < stage < 4 * half + alone
     assert memory.texts_bytes(chain, texts, request, CONFIG.schedule, 9) == 0, "more than layers: by evaluation"
     assert memory.texts_bytes(chain, replace(texts, tokens=0), request, CONFIG.schedule, 2) == 0
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(1, 0), (2, 2), (3, 3), (4, 2)])
+def test_communicators_of_sample_texts_are_those_that_a_generator_makes(chain, ranks, groups):
+    request: Any = SimpleNamespace(model=chain.spec, communicator_bytes=1000)
+    texts = Wanted([[1] * 8] * 3, 8, Sampling(), frozenset())
+    assert memory.texts_groups_bytes(texts, request, ranks) == 1000 * groups
+    topology = Topology.grid(ranks, 1)
+    steps = build_decode_steps(chain.spec, topology, texts.slot_layout(ranks).groups)
+    stages = steps.step.strategy.computes(steps.step)
+    wanted = [[unit.index for unit in chain.units if {*stage}.intersection(unit.blocks)] for stage in stages]
+    homes = tuple(steps.step.strategy.place(chain.spec, topology))
+    placing = build_placing(chain.spec, topology, tuple(Home((0,), home.shard_size) for home in homes), wanted)
+    assert len(needed_groups([steps, placing])) == groups
+
+
+def test_communicators_of_sample_texts_stay_beside_steps(monkeypatch, chain):
+    """A step has their memory no more, whatever it gives back for the texts themselves."""
+    texts = Wanted([[1] * 8], 8, Sampling(), frozenset())
+    monkeypatch.setattr(memory, "texts_groups_bytes", lambda *_: 700)
+    needs = check(monkeypatch, chain, memory_bytes=0, texts=texts)
+    assert needs is not None and needs.parts["texts"] == 700
 
 
 def test_memory_check_skips_settings_that_other_checks_refuse(monkeypatch, chain):

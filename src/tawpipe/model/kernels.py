@@ -183,6 +183,16 @@ def _kernels_with(dropout: float, head_dim: int) -> AbstractContextManager[objec
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
+def with_mask(mask: Tensor | None) -> AbstractContextManager[object]:
+    """Return a context for attention with ``mask`` without cuDNN, if its results would be wrong (pytorch 193893).
+
+    They are on devices of capability 10, with fewer than eight heads of keys."""
+    device = None if mask is None else mask.device
+    if device is None or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 def whole_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute causal attention of one document per row by cuDNN or flash attention.
 

@@ -325,6 +325,20 @@ def warn_of_few_connections(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
+def warn_of_late_settings(added: Mapping[str, str]) -> None:
+    """Log a warning if torch's allocator lacks the settings that this process has ``added`` to the environment.
+
+    The allocator reads its variable once. Its settings are read back where torch can do so."""
+    wanted, read = added.get("PYTORCH_ALLOC_CONF", ""), getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    settings = read() if read is not None else "" if torch.cuda.is_initialized() else wanted
+    if wanted not in settings:
+        logger.warning(
+            "PYTORCH_ALLOC_CONF=%s is too late, as torch's allocator has read its settings: memory may fragment. Set "
+            "it before the start, or call tawpipe.connect() before anything is on a GPU",
+            wanted,
+        )
+
+
 def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelta = timedelta(minutes=10)) -> World:
     """Join the processes that the launcher started, pick this process's device, and return the world.
 
@@ -342,11 +356,13 @@ def connect(*, nodes: int | None = None, device: str = "auto", timeout: timedelt
             or ``device`` cannot be used.
     """
     launch = LaunchEnvironment.read(os.environ)
-    if torch.cuda.is_initialized() and (late := list(missing_cuda_variables())):
+    added = missing_cuda_variables()
+    if torch.cuda.is_initialized() and (late := [name for name in added if name != "PYTORCH_ALLOC_CONF"]):
         logger.warning("CUDA has started without %s: call tawpipe.connect() before anything is on a GPU", late)
     set_cuda_variables()
     if device != "cpu" and torch.cuda.device_count():
         warn_of_few_connections()
+        warn_of_late_settings(added)
     if launch is None:
         picked = pick_device(device, 0)
         if nodes not in (None, 1):

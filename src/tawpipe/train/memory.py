@@ -25,12 +25,15 @@ from tawpipe.plan.cost.predict import Needs, memory_quickly, predict, state_byte
 from tawpipe.plan.cost.updates import states_of
 from tawpipe.plan.machine.probe import machine_unprobed, with_files
 from tawpipe.runtime.memory import give_back
+from tawpipe.runtime.transport.transport import needed_groups
 from tawpipe.runtime.world import World
+from tawpipe.schedule.decode_steps import build_decode_steps
 from tawpipe.schedule.pipelines.layout import Layout
 from tawpipe.schedule.settings import AUTO_RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.strategies.table import find
 from tawpipe.serving.generate import Wanted, why_by_evaluation
 from tawpipe.serving.planner import fullest_bytes
+from tawpipe.topology import Topology
 from tawpipe.train.planned import KEEPS, MEMORY, Planning, fits_to_keep, probed
 from tawpipe.train.saying.words import gib
 from tawpipe.train.settings.decided import BatchShape
@@ -176,8 +179,9 @@ def check_memory(
             measured = with_times or measured
         world.text_of_rank_0(lambda: _refuse(schedule, batch, machine, measured, others))
     if load.texts is not None:
-        besides = texts_bytes(planning.chain, load.texts, measured, schedule, world.size) - idle_bytes
-        needs = replace(needs, parts={**needs.parts, "texts": max(0, besides)})
+        taken = texts_bytes(planning.chain, load.texts, measured, schedule, world.size)
+        besides = max(0, taken - idle_bytes) + (texts_groups_bytes(load.texts, measured, world.size) if taken else 0)
+        needs = replace(needs, parts={**needs.parts, "texts": besides})
         if _lacks(world, machine, measured, needs):
             expected = f"0, or fewer prompts: texts take {gib(besides)} more than a step, which is not available"
             raise UserError("--sample.tokens", load.texts.tokens, expected)
@@ -281,6 +285,19 @@ def texts_bytes(chain: Chain, texts: Wanted, request: PlanRequest, schedule: Sch
     fixed, per_token = memory.working.get("layer", {}).get("forward full", (0, 0.0))
     logits = (slot_layout.slots + 1) * config.vocab_size * (width + LOGITS)
     return ceil(held + 2 * tokens * memory.boundary + max(fixed + per_token * tokens, logits))
+
+
+def texts_groups_bytes(texts: Wanted, request: PlanRequest, ranks: int) -> int:
+    """Return the GPU bytes of the communicators that the first sample texts make. Later steps have them beside them.
+
+    Weights go to the stages on communicators of the decode steps.
+
+    Args:
+        texts: sample texts that ``ranks`` pipeline stages write.
+        request: sizes of the model and of a communicator.
+    """
+    schedule = build_decode_steps(request.model, Topology.grid(ranks, 1), texts.slot_layout(ranks).groups)
+    return request.communicator_bytes * len(needed_groups([schedule]))
 
 
 def _lacks(world: World, machine: Machine, request: PlanRequest, needs: Needs) -> bool:

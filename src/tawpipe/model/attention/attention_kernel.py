@@ -2,8 +2,8 @@
 
 * Flash attention 3 on Hopper, if its package is installed and supports the model's heads (``activate_flash``). torch
   calls it under the name of flash attention 2, so that the call for packed documents stays the same.
-* cuDNN on Hopper and Blackwell for rows of one document whose length recurs (``recurs``). torch prefers it there as
-  well: it is faster than flash attention 2. On Ampere it is slower.
+* cuDNN on Hopper and Blackwell for rows of one document whose length recurs (``recurs``), if a trial run does not fail.
+  torch prefers it there as well: it is faster than flash attention 2. On Ampere it is slower.
 * Flash attention 2 otherwise. torch's fused kernels, document by document, for attention that it does not support.
 """
 
@@ -57,12 +57,25 @@ class Offer:
 
 @cache
 def _fixed(device: torch.device) -> tuple[tuple[int, int], bool]:
-    """Return the compute capability of ``device``, and True if torch prefers cuDNN on it.
+    """Return the compute capability of ``device``, and True if torch prefers cuDNN on it and it runs there.
 
-    It does so from cuDNN 9.15.1 on, on Hopper and Blackwell."""
+    It does so from cuDNN 9.15.1 on, on Hopper and Blackwell. Some devices have no execution plan for it, and torch then
+    raises an error instead of using another kernel."""
     capability = torch.cuda.get_device_capability(device)
     version = 0 if torch.version.hip else torch.backends.cudnn.version() or 0
-    return capability, capability[0] in (9, 10) and version > 91500
+    if capability[0] not in (9, 10) or version <= 91500:
+        return capability, False
+    try:
+        with torch.enable_grad():
+            query = torch.zeros(1, 2, FIXED, 128, dtype=torch.bfloat16, device=device, requires_grad=True)
+            output = kernels.whole_rows(query, query[:, :1], query[:, :1], 1.0)
+            torch.autograd.grad(output.sum(), query)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as problem:
+        logger.warning("cuDNN's attention is not used: it fails here (%s)", str(problem).splitlines()[0])
+        return capability, False
+    return capability, True
 
 
 def activate_flash(device: torch.device, dtype: torch.dtype, text_config: Callable[[], Any]) -> None:

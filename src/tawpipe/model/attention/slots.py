@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
-from tawpipe.model.kernels import AttentionOptions, Documents, explicit_scores
+from tawpipe.model.kernels import AttentionOptions, Documents, explicit_scores, with_mask
 
 WASTED = 2
 """Slots with one token each are computed together if this reads at most ``WASTED`` times the number of keys seen."""
@@ -345,12 +345,14 @@ def _attention(
     plain = sinks is None and options.softcap is None and dim == value.shape[-1]
     if plain and count == 1:  # the heads of a group act as queries of their shared keys
         folded = query.reshape(rows, groups, heads, dim)
-        output = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=options.scale)
+        with with_mask(seen):
+            output = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=options.scale)
         return output.unsqueeze(3)
     if plain:
         assert rows == 1
         shared = (tensor[0].unsqueeze(1).expand(-1, heads, -1, -1) for tensor in (key, value))
-        return F.scaled_dot_product_attention(query[0], *shared, attn_mask=seen, scale=options.scale)[None]
+        with with_mask(seen):
+            return F.scaled_dot_product_attention(query[0], *shared, attn_mask=seen, scale=options.scale)[None]
     size = max(1, SCORES // (rows * groups * heads * key.shape[2]))
     folded, pieces = query.flatten(1, 2), list[Tensor]()
     options, score_kwargs = replace(options, window=None, dropout=0.0), {"generator": None, "offset": key.shape[2] - 1}
