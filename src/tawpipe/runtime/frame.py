@@ -40,7 +40,7 @@ class Frame(Generic[Inputs]):
     Args:
         buffers: Weight and gradient tensors of this rank.
         transport: Sends and receives messages.
-        inputs: Micro-batches with their inputs (``StepInput``), or the decode step (``LapInput``).
+        inputs: Micro-batches with their inputs (``StepInput``), or the decode step (``DecodeInput``).
         rule: Rules for updates.
         result: CPU tensor into which NORM writes ``VALUES``: loss, gradient norm, tokens, 1 if all is finite, 1 if all
             ranks were given equal batches. None in a decode step.

@@ -1,6 +1,6 @@
 """Decoding: tokens travel through stages whose weights stay, in a schedule that is repeated without a barrier.
 
-One *decode step* (a lap) passes every *group* of requests once through all stages. A group is to a decode step what a
+One *decode step* passes every *group* of requests once through all stages. A group is to a decode step what a
 micro-batch is to a training step. The schedule does not depend on the requests: what a pass computes is in its header,
 the first part of ``x.g.b``.
 
@@ -13,9 +13,9 @@ is empty then. ``cache.b`` is the KV cache of layer ``b`` for all slots of all g
 that pass n finds n passes in it, on every rank, so that all stages see the passes in one order.
 
 An executor's compute object needs the methods ``forward`` (for block 0: take ``ids.g`` and start the next pass),
-``prepare``, ``travel`` and ``room_for``. They get the number of the group as ``action.micro_batch``, and a ``LapInput``
-as the step's input. Receives are posted before the size of a message is known: ``room_for`` allocates the largest pass,
-and gloo fills only the part that is sent. ``LapInput.last`` is set when a header marks a pass as the last one.
+``prepare``, ``travel`` and ``receive_buffers``. They get the number of the group as ``action.micro_batch``, and a
+``DecodeInput`` as the step's input. gloo posts receives before the size of a message is known: ``receive_buffers``
+allocates the largest pass. ``DecodeInput.last`` is set when a header marks a pass as the last one.
 ``Executor.loop`` always has two decode steps issued. So one more decode step follows the one with the last pass, and
 then the loop ends.
 

@@ -608,7 +608,7 @@ class Schedule:
         pools: for every rank the buffers that its program uses, without homes and activations.
         training: False for a forward-only schedule.
         looped: True if the schedule is repeated without end, as decode steps are: its end leaves the buffers that its
-            beginning needs, see laps.py.
+            beginning needs, see decode_steps.py.
         placed: for every rank the units that are whole there after the schedule, see placing.py; empty for others.
     """
 
