@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tawpipe.errors import UserError
+from tawpipe.model.adapters.folded import fold_adapters
 from tawpipe.model.attention import attention
 from tawpipe.model.attention.attention import PackedMask
 from tawpipe.model.attention.indexers import spare_indexers
@@ -75,8 +76,8 @@ class Chain(UnitBinding):
 
     Args:
         model: a decoder-only ``AutoModelForCausalLM``, usually on the meta device, or a ``peft`` model around one. Its
-            attention implementation is replaced by ours, as is the code of adapters on stacked experts, and
-            ``output_router_logits`` in its config by False. Nothing else of it changes before ``prepare``.
+            attention implementation is replaced by ours, as is the code of LoRA adapters, and ``output_router_logits``
+            in its config by False. Nothing else of it changes before ``prepare``.
         loss: function used instead of the cross-entropy over the vocabulary; see ``Loss``.
 
     Raises:
@@ -126,6 +127,7 @@ class Chain(UnitBinding):
         finally:
             for module, training in training_modes.items():
                 module.training = training
+        fold_adapters(self.model)
         self.layers, self.path, self.positions = discovery.layers, discovery.path, discovery.positions
         self.mixing = discovery.mixing
         """Modules that mix tokens in each layer, if some layers carry a state along a row; otherwise empty."""

@@ -32,12 +32,14 @@ class _Product:
         views: Functions that make the weight from the parameter.
         transposed: True if the weight is [out, in], as in ``nn.Linear``; else it is [in, out], or [experts, in, out].
         offsets: Ends of the experts' rows in the input, for grouped products; else None.
+        scale: Factor on the product.
     """
 
     parameter: nn.Parameter
     views: Views
     transposed: bool
     offsets: Tensor | None
+    scale: float
 
     def multiply(self, first: Tensor, second: Tensor) -> Tensor:
         """Multiply two tensors with the kind of product that this is: plain or grouped."""
@@ -58,7 +60,7 @@ class _Product:
         first, second = (arriving, inputs) if self.transposed else (inputs, arriving)
         if target.stride(-1) != 1:  # transposed, so that both operands are read row by row
             target, first, second = target.mT, second, first
-        target.add_(self.multiply(first.mT, second))
+        target.add_(self.multiply(first.mT, second), alpha=self.scale)
 
 
 class DeferredProducts(TorchFunctionMode):
@@ -128,7 +130,7 @@ class DeferredProducts(TorchFunctionMode):
             inputs, weight, bias, transposed, offsets = taken
             if id(weight) in self._weights and self._defers(inputs, weight, offsets):
                 _, parameter, views = self._weights[id(weight)]
-                product = _Product(parameter, views, transposed, offsets)
+                product = _Product(parameter, views, transposed, offsets, kwargs.get("alpha", 1))
                 return _Apart.apply(partial(func, *args, **kwargs), product, self._noted, inputs, weight, bias)
         return func(*args, **kwargs)
 
@@ -160,7 +162,11 @@ class _Apart(torch.autograd.Function):
         """Run the product, and save input and weight for the backward pass."""
         ctx.product, ctx.noted, ctx.bias = product, noted, None if bias is None else bias.shape
         ctx.save_for_backward(inputs, weight)
-        return run().data  # ``data``, as some products return a view, which models could not change in place
+        output = run()
+        if output is bias:  # the product was added to it in place
+            ctx.mark_dirty(output)
+            return output
+        return output.data  # ``data``, as some products return a view, which models could not change in place
 
     @staticmethod
     @once_differentiable
@@ -171,6 +177,7 @@ class _Apart(torch.autograd.Function):
         of_inputs = of_bias = None
         if ctx.needs_input_grad[3]:
             of_inputs = ctx.product.multiply(arriving, weight if ctx.product.transposed else weight.mT)
+            of_inputs = of_inputs if ctx.product.scale == 1 else of_inputs * ctx.product.scale
         if ctx.needs_input_grad[5]:
             of_bias = arriving.sum_to_size(ctx.bias)
         return None, None, None, of_inputs, None, of_bias
@@ -183,7 +190,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return input, weight, bias, True, None
 
 
-def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **others: Any) -> Any:
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, alpha: float = 1, **others: Any) -> Any:
     return None if others else (mat1, mat2, input, False, None)
 
 
@@ -202,7 +209,7 @@ def _call_on_first(func: Any, args: Any, kwargs: Any, tensor: Tensor) -> Tensor:
 
 _PRODUCTS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
-    **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
+    **dict.fromkeys((torch.addmm, Tensor.addmm, Tensor.addmm_), _addmm),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
     **dict.fromkeys((torch.bmm, Tensor.bmm), _matmul),
     torch._grouped_mm: _grouped,  # type: ignore[attr-defined]  # what F.grouped_mm calls

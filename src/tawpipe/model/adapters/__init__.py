@@ -1,0 +1,1 @@
+"""LoRA adapters on linear layers, computed with fewer passes over the output than in ``peft``."""
