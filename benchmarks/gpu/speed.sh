@@ -4,15 +4,18 @@
 source "$(dirname "$0")/common.sh"
 steps=("$PYTHON" -m gpu.steps)
 
-leg small 130 "${steps[@]}" \
+all="recompute=none micro=4" # rows of a step, together and with nothing recomputed
+leg small 150 "${steps[@]}" \
+    "side=ours $all visit=1 liger=1" "side=plain $all liger=1 fused_loss=1" "side=plain $all liger=1" \
+    "side=fsdp2 $all liger=1 fused_loss=1" \
     "side=ours recompute=full" "side=plain recompute=full" "side=fsdp2 recompute=full" \
     "side=ours recompute=none" "side=plain recompute=none" \
-    "side=ours recompute=none micro=4 visit=1" "side=plain recompute=none micro=4" \
-    "side=ours recompute=none micro=4 visit=1 liger=1" "side=plain recompute=none micro=4 liger=1"
+    "side=ours $all visit=1" "side=plain $all"
 row="shape=8b lora=16 tokens=8192 rows=1 steps=3"
-leg lora 130 "${steps[@]}" \
+leg lora 150 "${steps[@]}" \
     "side=ours $row visit=1" "side=plain $row" "side=ours $row visit=1 recompute=none" \
-    "side=ours $row visit=1 recompute=none liger=1" "side=ours $row visit=1 nf4=1" \
+    "side=ours $row visit=1 recompute=none liger=1" "side=plain $row recompute=none liger=1 fused_loss=1" \
+    "side=ours $row visit=1 nf4=1" \
     "side=ours shape=8b lora=16 tokens=4096 rows=4 visit=4 steps=2 recompute=none:16,full"
 leg kinds 60 "${steps[@]}" \
     "side=ours recompute=none micro=4 visit=1 steps=1 profile=1" \

@@ -3,8 +3,10 @@
     python -m gpu.steps "side=ours shape=1b tokens=4096 rows=4 recompute=none" "side=plain shape=1b" ...
 
 Each text is one measurement with the settings that it names (``Setting``); the others have their defaults. Sides: ours;
-plain, a loop with transformers' checkpointing, a loss in chunks and fp32 masters; fsdp2, torch's sharding of one rank.
-Prints a line of JSON for each. An error, out of memory too, is such a line, and the next measurement begins.
+plain, a loop with transformers' checkpointing, a loss in chunks, fp32 masters and fused AdamW; fsdp2, torch's sharding
+of one rank. ``side=plain recompute=none micro=4 liger=1 fused_loss=1`` is the strongest plain loop where it fits. The
+FLOPs of all sides are counted by one formula. Prints a line of JSON for each. An error, out of memory too, is such a
+line, and the next measurement begins.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import re
 import statistics
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +78,7 @@ class Setting:
         homes: none, state or all in the host's memory (ours).
         loss: positions whose logits exist at one time; 0 for the default.
         liger: 1 takes Liger's kernels for norms, rotary angles and the gate.
+        fused_loss: 1 takes Liger's head with cross-entropy, which keeps no logits, instead of chunks (others).
         compile: 1 compiles every layer.
         steps, warm: measured steps, and steps before them.
         short: 1 begins with a step of short rows, in the place of warm ones that would take long.
@@ -95,6 +100,7 @@ class Setting:
     homes: str = "none"
     loss: int = 0
     liger: int = 0
+    fused_loss: int = 0
     compile: int = 0
     steps: int = 4
     warm: int = 2
@@ -152,6 +158,18 @@ def use_liger(used: bool) -> None:
         rope = lambda q, k, cos, sin, *_, **__: LigerRopeFunction.apply(q, k, cos, sin)  # noqa: E731
     target: Any = modeling
     target.LlamaRMSNorm.forward, target.LlamaMLP.forward, target.apply_rotary_pos_emb = norm, gate, rope
+
+
+def fused_loss(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean loss of hidden states [b, S, H], by Liger's product with cross-entropy.
+
+    Args:
+        head: the head, without a bias.
+        labels: [b, S], already shifted; -100 does not count.
+    """
+    from liger_kernel.transformers import functional  # pyright: ignore[reportMissingImports]
+
+    return functional.liger_fused_linear_cross_entropy(hidden.flatten(0, 1), head.weight, labels.flatten())
 
 
 def fill_on_device(self: Storage, source: object, world: object, world_size: int) -> None:
@@ -228,6 +246,8 @@ class Plain:
         if setting.lora:
             model.enable_input_require_grads()
         use_liger(bool(setting.liger))
+        if setting.fused_loss:  # called as a module, for which FSDP2 gathers the weight
+            self.head.forward = partial(fused_loss, self.head)
         if setting.compile:
             for layer in self.inner.layers:
                 layer.compile()
@@ -246,20 +266,30 @@ class Plain:
         for rows in ids.to(self.device).split(self.setting.micro):
             hidden = self.inner(input_ids=rows, use_cache=False).last_hidden_state
             leaf = hidden.detach().requires_grad_()
-            size = max(1, (self.setting.loss or LOSS_TOKENS) // len(rows))
-            for first in range(0, rows.shape[1] - 1, size):
-                last = min(first + size, rows.shape[1] - 1)
-                logits, labels = self.head(leaf[:, first:last]).float(), rows[:, first + 1 : last + 1]
-                part = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / tokens
+            for part in self.losses(leaf, rows):
+                part = part / tokens
                 part.backward()
                 loss += part.detach()
-                del logits, part
+                del part
             hidden.backward(leaf.grad)
             del hidden, leaf
             self.collect()
         self.update()
         issued = time.perf_counter() - begin
         return float(loss), issued
+
+    def losses(self, hidden: Tensor, rows: Tensor) -> Iterator[Tensor]:
+        """Yield sums of the losses of a micro-batch, a chunk of positions at a time."""
+        length = rows.shape[1] - 1
+        if self.setting.fused_loss:
+            yield self.head(hidden, F.pad(rows[:, 1:], (0, 1), value=-100)) * (len(rows) * length)
+            return
+        size = max(1, (self.setting.loss or LOSS_TOKENS) // len(rows))
+        for first in range(0, length, size):
+            last = min(first + size, length)
+            logits, labels = self.head(hidden[:, first:last]).float(), rows[:, first + 1 : last + 1]
+            yield F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            del logits
 
     def collect(self) -> None:
         """Add the gradients of a micro-batch up in fp32, as ours does."""
@@ -332,6 +362,7 @@ def measure(text: str, world: World) -> None:
         total = torch.cuda.get_device_properties(device).total_memory
         share = min(1.0, setting.most * 2**30 / total) if setting.most else 1.0
         torch.cuda.set_per_process_memory_fraction(share, device)
+    torch.manual_seed(0)  # sides in plain torch begin with equal weights
     side = SIDES[setting.side](setting, world)
     made_s, generator = time.perf_counter() - begin, torch.Generator().manual_seed(0)
     flops = (chain_flops(side.chain, [setting.tokens]) or 0.0) * setting.rows

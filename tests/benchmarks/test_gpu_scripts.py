@@ -91,9 +91,9 @@ def test_gpu_ranks_reports_exit_codes_and_output_of_failed_ranks(
     assert "--- rank 1: exit code 1\nno host1" in said.out and "exit codes [1, 1]" in said.out
 
 
-def run(*words: str) -> str:
-    """The output of a module on the CPU, which has ended well."""
-    path = f"{Path(tawpipe.__file__).parents[1]}:{FOLDER.parent}"
+def run(*words: str, beside: str = "") -> str:
+    """The output of a module on the CPU, which has ended well; ``beside`` is a folder of more modules."""
+    path = f"{Path(tawpipe.__file__).parents[1]}:{FOLDER.parent}:{beside}"
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=400, env=env)
     assert done.returncode == 0, done
@@ -110,8 +110,24 @@ def test_gpu_checks_pass_on_a_cpu(ranks: tuple[str, ...], names: tuple[str, ...]
     assert re.findall(r"^holds (\w+):", said, re.MULTILINE) == list(names)
 
 
+STAND_IN = """
+import torch.nn.functional as F
+
+def liger_fused_linear_cross_entropy(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+"""
+
+
 @pytest.mark.slow
-def test_gpu_step_benchmark_runs_every_side_on_a_cpu() -> None:
-    sides = [f"side={side} shape=tiny tokens=16 rows=2 steps=1 warm=0" for side in steps.SIDES]
-    lines = map(json.loads, run("gpu.steps", "--device", "cpu", *sides).splitlines())
-    assert [line["what"] for line in lines if "losses" in line] == sides
+def test_gpu_step_benchmark_runs_every_side_on_a_cpu(tmp_path: Path) -> None:
+    """With Liger's loss, for which a CPU has a stand-in, the losses are those of a loss in chunks."""
+    package = tmp_path / "liger_kernel" / "transformers"
+    package.mkdir(parents=True)
+    (package / "functional.py").write_text(STAND_IN)
+    sides = [f"side={side} shape=tiny tokens=16 rows=2 steps=2 warm=0" for side in steps.SIDES]
+    sides += [f"{side} recompute=none micro=2 fused_loss=1" for side in sides if "ours" not in side]
+    printed = run("gpu.steps", "--device", "cpu", *sides, beside=str(tmp_path))
+    losses = {line["what"]: line["losses"] for line in map(json.loads, printed.splitlines()) if "losses" in line}
+    assert [*losses] == sides
+    for side in sides[1:3]:
+        assert losses[f"{side} recompute=none micro=2 fused_loss=1"] == pytest.approx(losses[side], abs=0.02)
