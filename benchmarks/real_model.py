@@ -3,9 +3,9 @@
     python benchmarks/real_model.py --install --out benchmarks/results/DATE-real-model
 
 Losses beside a plain loop of transformers and peft, a resumed run, exports in transformers, peft, vLLM and llama.cpp,
-the service under OpenAI's client and lm-eval, and the processor seconds of a default run. ``--only cost --steps 10``
-measures these alone, in fewer steps. A program that is not installed skips its part; ``--install`` makes the virtual
-environments. The exit code is 1 if a part failed.
+the service under OpenAI's client and lm-eval, and the processor seconds of default runs. ``--only cost --steps 10
+--kinds full`` measures these alone, in fewer steps and without an adapter. A program that is not installed skips its
+part; ``--install`` makes the virtual environments. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class Bench:
     folder: Path
     steps: int = STEPS
     cost_steps: int = COST_STEPS
+    kinds: Sequence[str] = tuple(RATES)
     install: bool = False
 
     @cached_property
@@ -361,28 +362,23 @@ def cost(bench: Bench) -> Iterator[Reading]:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    def ours(count: int, name: str) -> float:
-        shutil.rmtree(bench.folder / name, ignore_errors=True)
-        out = ["--data", str(data), "--output", str(bench.folder / name), "--lora.rank", str(RANK)]
-        return seconds([*TAWPIPE, "train", *bench.words, *out, "--steps", str(count), "--sample.tokens", "0"])
-
-    def theirs(count: int, name: str) -> float:
-        plan = bench.plan_of(data, count, bench.folder / name, lora=True, rate=RATES["lora"], warmup=1)
-        return seconds([*PLAIN, str(plan)])
+    def pair(kind: str, count: int) -> tuple[float, float]:
+        """Seconds of a run and of the plain loop."""
+        lora, (out, plain) = kind == "lora", (bench.folder / f"cost-{kind}{side}" for side in ("", "-plain"))
+        shutil.rmtree(out, ignore_errors=True)
+        words = ["--data", str(data), "--output", str(out), *(["--lora.rank", str(RANK)] if lora else [])]
+        plan = bench.plan_of(data, count, plain, lora=lora, rate=RATES[kind], warmup=1)
+        ours = seconds([*TAWPIPE, "train", *bench.words, *words, "--steps", str(count), "--sample.tokens", "0"])
+        return ours, seconds([*PLAIN, str(plan)])
 
     bench.plan_of(data, steps, bench.folder / "cost-tokens")  # from here on nobody tokenises
-    wholes, singles = list[tuple[float, float]](), list[tuple[float, float]]()
-    for pair in range(PAIRS):
-        wholes.append((ours(steps, f"cost-{pair}"), theirs(steps, f"cost-plain-{pair}")))
-        singles.append((ours(1, f"cost-1-{pair}"), theirs(1, f"cost-plain-1-{pair}")))
-    each = [
-        tuple((whole - single) / (steps - 1) for whole, single in zip(*both, strict=True))
-        for both in zip(wholes, singles, strict=True)
-    ]
-    for what, pairs, limit in ((f"run of {steps} steps", wholes, 1.25), ("step", each, 1.1)):
-        note = "seconds of tawpipe and the plain loop: " + ", ".join(f"{a:.1f} and {b:.1f}" for a, b in pairs)
-        ratio = statistics.median(a / b for a, b in pairs)
-        yield Reading(f"processor seconds of a {what}, as a multiple", "transformers and peft", ratio, limit, note)
+    for kind in bench.kinds:
+        both = [(pair(kind, steps), pair(kind, 1)) for _ in range(PAIRS)]
+        each = [tuple((a - b) / (steps - 1) for a, b in zip(*runs, strict=True)) for runs in both]
+        for what, pairs, limit in ((f"run of {steps} steps", [whole for whole, _ in both], 1.25), ("step", each, 1.1)):
+            note = "seconds of tawpipe and the plain loop: " + ", ".join(f"{a:.2f} and {b:.2f}" for a, b in pairs)
+            ratio, judge = statistics.median(a / b for a, b in pairs), "transformers" + " and peft" * (kind == "lora")
+            yield Reading(f"{kind}: processor seconds of a {what}, as a multiple", judge, ratio, limit, note)
 
 
 PARTS: dict[str, Callable[[Bench], Iterator[Reading]]] = {
@@ -423,6 +419,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder for table.md and table.json")
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS), help="some of the parts")
     parser.add_argument("--steps", type=int, default=COST_STEPS, help="steps of the runs whose cost is measured")
+    parser.add_argument("--kinds", nargs="*", default=[*RATES], choices=[*RATES], help="runs whose cost is measured")
     parser.add_argument("--install", action="store_true", help="make the environments of the other programs")
     parser.add_argument("--work", type=Path, help="folder for runs and exports, which is kept and used again")
     asked = parser.parse_args()
@@ -433,7 +430,7 @@ def main() -> int:
     print(head)
     rows = list[Reading]()
     with tempfile.TemporaryDirectory() as temporary:
-        bench = Bench(asked.work or Path(temporary), cost_steps=asked.steps, install=asked.install)
+        bench = Bench(asked.work or Path(temporary), cost_steps=asked.steps, kinds=asked.kinds, install=asked.install)
         bench.folder.mkdir(parents=True, exist_ok=True)
         for part in asked.only:
             for row in readings(part, bench):
