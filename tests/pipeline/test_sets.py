@@ -57,6 +57,27 @@ def test_context_parallel_groups_match_the_plain_model_for_every_attention(pool,
         assert difference < (1e-6 if family in ("qwen3_moe", "gpt_oss", "deepseek_v3") else LIMIT), differences
 
 
+def test_parts_of_shared_rows_computed_piece_by_piece_match_one_process(pool):
+    """Without chunks as a setting: a rank's part of a row is longer than what a layer computes at one time."""
+    setting = {"strategy": "tawpipe-spread", "rows": 2, "tied": True, "sequence_ranks": 2, "dtype": "float64"}
+    assert max(pool.run("shared_rows:exact_in_parts", 1, 2, at_once=3, **setting)) < LIMIT
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"sequence_chunk": 128}, marks=pytest.mark.slow),
+        pytest.param({"sequence_chunk": 128, "recompute": "selective"}, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_of_shared_rows_matches_the_count(pool, settings):
+    """A layer computes a quarter of a rank's tokens at one time: half as much memory as with all of them."""
+    for counted, measured in pool.run("shared_rows:memory", 1, 2, tokens=1024, at_once=128, **settings):
+        assert counted == pytest.approx(measured, rel=0.05)
+        assert measured < 6_000_000, "10,100,000 if all tokens are computed at one time"
+
+
 def test_rank_without_a_token_of_a_row_takes_part(pool):
     knobs = {"sequence_ranks": 2, "sequence_chunk": 3, "recompute": "selective"}
     differences = pool.run("cases:families", 1, 2, names=["gemma3"], tied=True, rows=((1,), (3,)), **knobs)[0]

@@ -13,6 +13,9 @@ from itertools import accumulate, pairwise
 
 SHORT = 32
 """A document is not cut if at least this many documents of its length fit into a rank's share of the row."""
+AT_ONCE = 16384
+"""Most tokens of a rank that a layer computes at one time if ``sequence_chunk`` is 0. They fill any device, and a layer
+of a longer part would only take more memory."""
 Ranges = tuple[tuple[int, int], ...]
 """Ranges (begin, end) of tokens in a row, ascending; no two touch."""
 

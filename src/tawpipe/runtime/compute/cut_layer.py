@@ -20,6 +20,7 @@ from tawpipe.runtime.compute.rows import OnDevice, Rows
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import KEPT, OUTSIDE, Buffer, context, input_gradient, key_gradients, keys
+from tawpipe.schedule.pieces import AT_ONCE
 
 
 def forward(
@@ -111,7 +112,7 @@ def _layer(blocks: Blocks, action: Action, held: DeviceBatch, step_input: StepIn
 
     if dealt is None:
         return LayerInChunks(blocks.chain, action.block, held.calls, blocks.sequence_chunk, draw, piece=held.piece)
-    size, store = blocks.sequence_chunk or dealt.most, KeyStore(1, sum(dealt.lengths))
+    size, store = blocks.sequence_chunk or min(dealt.most, AT_ONCE), KeyStore(1, sum(dealt.lengths))
     return LayerInCpGroup(blocks.chain, action.block, held.calls, size, draw, dealt, store, piece=held.piece)
 
 

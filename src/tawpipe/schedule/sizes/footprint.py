@@ -9,6 +9,7 @@ from math import ceil
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import AWAY, BACK, BOUNDARIES, OUTSIDE, STAYING, Buffer, Kind
 from tawpipe.schedule.landing import LOAD_BUFFERS, PORTION_SIZE
+from tawpipe.schedule.pieces import AT_ONCE
 from tawpipe.schedule.settings import RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.sizes.activations import ALIKE, Shares, activations_held, peak_activations, size_in
 from tawpipe.schedule.sizes.traffic import borders_passed, link_elements, scratch_bytes
@@ -191,15 +192,17 @@ class BlockMemory:
         kinds = {buffer.kind for buffer in (*action.reads, *action.writes)}
         recompute = next((name for name, kind in RECOMPUTE.items() if kind and kinds & {kind, BACK[kind]}), "full")
         block = schedule.model.blocks[action.block].kind
-        of_kind = self.working.get(block, {})
         forward, settings = action.op in (Op.FORWARD, Op.KEYS), schedule.step.settings
-        fixed, per_token = of_kind.get(f"{'forward' if forward else 'backward'} {recompute}", (0, 0))
-        if schedule.step.sequence_ranks > 1:
-            together = schedule.step.ranks_of(action.micro_batch) > 1
-            if block == "layer" and settings.sequence_chunk and together:  # per token of the row: keys and values
-                per_token = max(0.0, per_token - self.keys - (0 if forward else self.key_gradients))
-            tokens = -(-tokens // schedule.step.sequence_ranks)
-        computing = round(fixed + per_token * min(tokens, self.at_once.get(block, tokens)))
+        name = f"{'forward' if forward else 'backward'} {recompute}"
+        fixed, per_token = self.working.get(block, {}).get(name, (0, 0))
+        tokens = -(-tokens // schedule.step.sequence_ranks)
+        at_once = min(tokens, self.at_once.get(block, tokens))
+        if block == "layer" and schedule.step.ranks_of(action.micro_batch) > 1:
+            if settings.sequence_chunk:  # keys and values of the row are activations here
+                per_token -= self.keys + (0 if forward else self.key_gradients)
+            elif tokens > AT_ONCE:  # the input's gradient overwrites the output's
+                at_once, fixed = AT_ONCE, fixed - (0 if forward else self.boundary * (tokens - AT_ONCE))
+        computing = round(fixed + per_token * at_once)
         if any(schedule.model.units[unit].packed for unit in schedule.model.blocks[action.block].units):
             computing = max(computing, self.unpacking)
         if Kind.OFFLOADED in kinds and block == "embedding":  # its output, offloaded chunk by chunk
@@ -381,9 +384,8 @@ def home_bytes(schedule: Schedule, rank: int, widths: Widths) -> tuple[int, int]
         in_host += home.shard_size * widths.host(number, trainable=unit.trainable, copies=copies, gradient=gradient)
         if unit.trainable:
             different = widths.weight != widths.master
-            several |= home.shard_size > min(
-                widths.slice, PORTION_SIZE
-            )  # a unit whose matrices pass whole has several portions
+            # A unit whose matrices pass whole has several portions.
+            several |= home.shard_size > min(widths.slice, PORTION_SIZE)
             elements = max(elements, min(home.shard_size, widths.slice))
             tensors = ceil(widths.state(number) / widths.master)
             width = max(width, tensors * widths.master + (widths.weight if copies and different else 0))
@@ -458,7 +460,7 @@ def costs(
     traffic = link_elements(schedule, physical=nodes)
     settings, units = schedule.step.settings, schedule.model.units
     far, passed = far_widths(settings, widths, step=schedule.step), borders_passed(schedule, physical=nodes)
-    border = activation_bytes.get(Kind.INPUT, 0)
+    border, links = activation_bytes.get(Kind.INPUT, 0), [*zip(traffic, passed, strict=True)]
     memory = held(schedule, widths, activation_bytes=activation_bytes, working=working)
     return Costs(
         **vars(memory),
@@ -469,12 +471,8 @@ def costs(
         + (f", changes of weights taken for {8 * widths.change:.2g} bits each" if schedule.step.refreshes else "")
         + (f", gradients for {8 * far[1]:.3g}" if schedule.step.codes_sums else ""),
         schedule=_in_words(schedule),
-        link_sent_bytes=tuple(
-            link.bytes_sent(*far) + sent * border for link, (sent, _) in zip(traffic, passed, strict=True)
-        ),
-        link_received_bytes=tuple(
-            link.bytes_received(*far) + received * border for link, (_, received) in zip(traffic, passed, strict=True)
-        ),
+        link_sent_bytes=tuple(link.bytes_sent(*far) + sent * border for link, (sent, _) in links),
+        link_received_bytes=tuple(link.bytes_received(*far) + received * border for link, (_, received) in links),
     )
 
 
