@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from model_requests import request_for
-from plan_requests import LAYERS, plan_request, profile, step_of
+from plan_requests import LAYERS, looking_at, plan_request, profile, step_of
 from tawpipe.console import progress_to
 from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
@@ -30,9 +30,10 @@ from tawpipe.plan.cost.profile import measure, size_of
 from tawpipe.plan.cost.request import CHUNKS, PlanRequest
 from tawpipe.plan.machine.machine import Device, Machine, machine_from, spell_machine, uniform
 from tawpipe.plan.machine.probe import probe_files
-from tawpipe.plan.search.plan import Plan
+from tawpipe.plan.search.plan import Plan, other_rows
 from tawpipe.plan.search.plan_file import planned_settings, replay
-from tawpipe.plan.search.search import _best
+from tawpipe.plan.search.refine import ways_of_rows
+from tawpipe.plan.search.search import _best, search
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, Seconds
@@ -92,6 +93,41 @@ def test_plan_chooses_chunks_and_offloading_together():
     assert not fits(both, memory_quickly(both, step_of(both, "flat", offloaded_layers=LAYERS)))
     settings = chosen(both)
     assert settings is not None and settings.sequence_chunk and settings.offloaded_layers
+
+
+@pytest.mark.parametrize(("slower", "kept", "in_chunks"), [(1.6, 0, False), (1.0, 1.0, True), (4.0, 1.0, False)])
+def test_plan_takes_the_faster_of_whole_rows_and_chunks(slower, kept, in_chunks):
+    """Both fit with all layers offloaded. In chunks attention takes ``slower`` as long, and its output may be kept."""
+    made = asked_of().profile
+    layer = replace(made.blocks[1], forward=Seconds(0, 0, 1e-9), backward=Seconds(0, 0, 3e-9), attention=Seconds())
+    cut = replace(layer, attention=Seconds(0, 0, kept * 1e-9)).with_attention(slower)
+    memories = replace(made.memory, kept={**made.memory.kept, "attention": kept})
+    lines = {**made.memory.in_chunks} | {
+        "backward selective": (0.0, 300.0, 6.0),
+        "forward selective": (0.0, 300.0, 6.0),
+    }
+    memories = replace(memories, in_chunks=lines, kept={**memories.kept, "kept": 60})
+    blocks, chunks = ((made.blocks[0], *[one] * LAYERS, made.blocks[-1]) for one in (layer, cut))
+    made = replace(made, blocks=blocks, in_chunks=chunks, memory=memories)
+    machine = replace(GPUS, host=LinkModel(1e12))
+    memory = needed(asked_of(machine=machine, profile=made), 0, LAYERS)
+    asked = asked_of(memory, machine, profile=made)
+    with looking_at("flat"):
+        plan = Plan.of(asked, search(asked))
+    assert plan.chosen is not None and plan.chosen.step is not None
+    settings = plan.chosen.step.settings
+    assert bool(settings.sequence_chunk) == in_chunks and settings.offloaded_layers
+    ways = list(ways_of_rows(asked, plan.chosen.step))
+    assert {(way["sequence_chunk"], way["recompute"]) for way in ways} == {
+        (size, recompute) for size in (0, CHUNKS[0], CHUNKS[-1]) for recompute in ("full", "selective")
+    }
+    said = other_rows(asked, plan.chosen)
+    assert said.startswith("rows in chunks take" if in_chunks else "rows whole take"), said
+    assert ("rows whole, with all layers" if in_chunks else "rows in chunks, with all layers") in said
+    given = asked_of(memory, machine, profile=made, settings=replace(DEFAULT, sequence_chunk=CHUNKS[0]))
+    assert not list(ways_of_rows(given, plan.chosen.step)) and not other_rows(given, plan.chosen)
+    free = asked_of(profile=replace(made, in_chunks=()))
+    assert not list(ways_of_rows(free, plan.chosen.step)), "whole rows fit"
 
 
 def test_plan_keeps_the_sequence_chunk_of_the_user():

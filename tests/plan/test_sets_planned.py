@@ -22,7 +22,7 @@ from tawpipe.plan.answer.remedy import remedies
 from tawpipe.plan.cost.bench import Bench
 from tawpipe.plan.cost.measure import Asked, machine_of
 from tawpipe.plan.cost.predict import memory_quickly
-from tawpipe.plan.cost.profile import size_of
+from tawpipe.plan.cost.profile import FLASH_FACTOR, size_of
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.machine.machine import Device, Machine, uniform
 from tawpipe.plan.search import search as search_module
@@ -182,6 +182,48 @@ def test_longest_row_uses_all_devices_of_a_node_if_longer():
     assert "4 devices of a node" in rows[None][2]
     short = Longest.of(asked_of(4, memory, FOUR, sequence_length=99, size=size_of([99])), ends=limit_of(99)).best
     assert short is not None and short.as_json()["sequence_ranks"] == 1, "as long by one device"
+
+
+def test_longest_rows_fewer_than_devices_are_split():
+    """By their number, which ``--global-batch`` says: all of a step are of that length."""
+    for rows, ranks in ((1, 4), (2, 2), (4, 1)):
+        asked = asked_of(rows, 0, FOUR, sequence_length=ROW, size=size_of([ROW]))
+        best = Longest.of(asked, ends=limit_of(ROW)).fastest
+        assert best is not None and best.prediction is not None
+        said = best.as_json()
+        assert (said["tokens"], said["rows"], said["sequence_ranks"]) == (ROW, rows, ranks)
+        assert best.tokens_per_second == pytest.approx(ROW * rows / best.prediction.step_seconds / 4)
+        assert best.cells()[1:3] == (f"{ROW:,}", str(rows)) and said["mfu"] is None, "operations are not known"
+
+
+def test_attention_of_split_rows_takes_the_time_of_flash_attention(tmp_path):
+    """Whole rows have cuDNN's on Hopper, if they are of one document and a length that recurs."""
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 100}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    LlamaConfig(**shape).save_pretrained(tmp_path)
+
+    def asked(name: str = "NVIDIA H100 80GB HBM3", tokens: int = 2048, **given: Any) -> PlanRequest:
+        machine = machine_of("1x2", device=Device(name, 2**36))
+        return request_for(str(tmp_path), machine, sequence_length=tokens, global_batch=1, **given)
+
+    usual = asked()
+    others = asked("A100"), asked(tokens=2040), asked(lengths=(1024, 1024))
+    assert usual.profile.flash_factor == FLASH_FACTOR > 1.5
+    assert [one.profile.flash_factor for one in others] == [1.0] * 3
+    assert "flash attention 2" in usual.profile.source and "flash attention 2" not in others[0].profile.source
+    whole = usual.of(step_of(usual, "flat", sequence_ranks=1)).profile.blocks[1]
+    step = step_of(usual, "flat", sequence_ranks=2)
+    split = usual.of(step).of(step).profile.blocks[1]
+    assert split.forward == replace(whole.forward, per_pair=FLASH_FACTOR * whole.forward.per_pair)
+    assert split.backward.per_pair == FLASH_FACTOR * whole.backward.per_pair and split.attention != whole.attention
+    small = asked(memory_bytes=1, tokens=4096)
+    assert small.profile.in_chunks[1].forward == split.forward
+    ends = replace(whole, forward=Seconds())
+    measured = replace(small.profile, in_chunks=(ends, whole.with_attention(3.0)), blocks=(ends, whole))
+    assert measured.with_flash(2.0, estimated=False).flash_factor == pytest.approx(3.0)
+    assert replace(measured, in_chunks=()).with_flash(2.0, estimated=False).flash_factor == 2.0
+    longer = usual.with_length(4096)
+    assert longer.flops == pytest.approx(asked(tokens=4096).flops) and longer.flops > 2 * usual.flops
 
 
 def test_row_cutting_is_checked_only_if_a_plan_may_cut_rows(tmp_path, monkeypatch):

@@ -244,7 +244,7 @@ def lines(
     """
     from tawpipe.plan.answer.without_loss import without_loss
     from tawpipe.plan.answer.would_fit import WouldFit
-    from tawpipe.plan.search.plan import crossing
+    from tawpipe.plan.search.plan import crossing, other_rows
 
     if plan.listed(everything=everything):
         yield from plan.table(everything=everything)
@@ -254,6 +254,8 @@ def lines(
         yield plan.memory
     if plan.chosen is None:
         yield from (f"would fit: {way}" for way in WouldFit(plan.request, config, ask).ways())
+    if plan.chosen and (words := other_rows(plan.request, plan.chosen)):
+        yield words
     if plan.chosen and plan.runner_up and (words := crossing(plan.request, plan.chosen, plan.runner_up)):
         yield words
     yield from without_loss(plan)

@@ -203,6 +203,14 @@ class BlockCost:
             backward_weight=self.backward_weight and self.backward_weight.times(factor),
         )
 
+    def with_attention(self, factor: float) -> BlockCost:
+        """Return the cost with ``factor`` times the time of attention over all pairs; unchanged with a window."""
+        if self.window or factor == 1:
+            return self
+        names = ("forward", "backward", "attention")
+        parts = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: replace(of, per_pair=of.per_pair * factor) for name, of in parts.items()})
+
 
 @dataclass(frozen=True)
 class CostModel:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, isqrt
@@ -16,6 +17,7 @@ from typing import Any
 from tawpipe.console import columns, progress, span
 from tawpipe.errors import UserError
 from tawpipe.model.attention.attention_kernel import FIXED
+from tawpipe.model.flops import mfu
 from tawpipe.plan.cost.feasible import DEVICE, LEAN, fits, lacking, relieved, resized, shortage, unplayed, with_settings
 from tawpipe.plan.cost.predict import Needs, Prediction, memory_of, memory_quickly, predict, short_schedule
 from tawpipe.plan.cost.request import PlanRequest
@@ -53,6 +55,8 @@ class LongestRow:
         request: request for rows of this length.
         step: step with the settings for this length.
         prediction: predicted time and memory of ``step``.
+        other_seconds: seconds of a step with whole rows if ``step`` has chunks, else with chunks; None if these do not
+            fit at this length or cannot be used.
         why_not: reason why there is no row, or ``""``.
     """
 
@@ -62,6 +66,7 @@ class LongestRow:
     request: PlanRequest | None = None
     step: StepSpec | None = None
     prediction: Prediction | None = None
+    other_seconds: float | None = None
     why_not: str = ""
 
     @property
@@ -72,12 +77,21 @@ class LongestRow:
         of_step = self.tokens * self.request.global_batch
         return of_step / self.prediction.step_seconds / self.request.topology.world_size
 
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation of a step, from 0 to 1; None if FLOPs or the device's peak are not known."""
+        if self.request is None or self.prediction is None or not self.request.flops:
+            return None
+        devices, peak = self.request.topology.world_size, self.request.peak_flops
+        return mfu(self.request.flops, self.prediction.step_seconds, peak=peak, num_devices=devices)
+
     def as_json(self) -> dict[str, Any]:
         """Return the numbers for JSON, under the names that candidates of a plan have."""
         prediction = self.prediction
         return {
             "strategy": self.strategy,
             "tokens": self.tokens,
+            "rows": self.request.global_batch if self.request else None,
             "sequence_length": self.tokens,
             "sequence_chunk": self.step.settings.sequence_chunk if self.step else None,
             "sequence_ranks": self.step.sequence_ranks if self.step else None,
@@ -86,6 +100,8 @@ class LongestRow:
             "knobs": settings_of(self.step) if self.step else {},
             "step_seconds": prediction.step_seconds if prediction else None,
             "tokens_per_second_per_device": self.tokens_per_second if prediction else None,
+            "mfu": self.mfu,
+            "other_rows_step_seconds": self.other_seconds,
             "peak_gib": prediction.peak_bytes / 2**30 if prediction else None,
             "memory_gib": {name: size / 2**30 for name, size in prediction.memory.items()} if prediction else None,
             "host_gib": prediction.needs.host / 2**30 if prediction else None,
@@ -95,18 +111,23 @@ class LongestRow:
 
     def cells(self) -> tuple[str, ...]:
         """Return the row of the table, with one text per column of ``HEAD``."""
-        if self.prediction is None or self.step is None:
+        if self.prediction is None or self.step is None or self.request is None:
             return self.strategy, *["-"] * (len(HEAD) - 3), self.binds, self.why_not
         prediction, settings = self.prediction, self.step.settings
         shown = [f"{name} {getattr(settings, name)}" for name in ("look_ahead", "gradient_buffers")]
         shown += [f"host_homes {settings.host_homes}"] * (settings.host_homes == "state")
+        shown += [f"recompute {settings.recompute}"] * (settings.recompute != "full")
+        if self.other_seconds is not None:
+            shown.append(f"{'whole rows' if settings.sequence_chunk else 'chunks'}: {span(self.other_seconds)}")
         numbers = (
             f"{self.tokens:,}",
+            f"{self.request.global_batch:,}",
             f"{settings.sequence_chunk:,}" if settings.sequence_chunk else "whole",
             str(self.step.sequence_ranks),
             f"{settings.offloaded_layers} of {self.step.model.num_layers}",
             span(prediction.step_seconds),
             f"{self.tokens_per_second:,.0f}",
+            "-" if self.mfu is None else f"{self.mfu:.1%}",
             f"{prediction.peak_bytes / 2**30:.2f}",
             f"{prediction.needs.host / 2**30:.1f}",
             f"{prediction.needs.files / 2**30:.1f}",
@@ -117,11 +138,13 @@ class LongestRow:
 HEAD = (
     "strategy",
     "longest row",
+    "rows",
     "chunk",
     "devices per row",
     "layers offloaded",
     "step",
     "tokens/s/device",
+    "MFU",
     "GiB",
     "host GiB/node",
     "files GiB/node",
@@ -129,7 +152,8 @@ HEAD = (
     "settings",
 )
 ASSUMPTIONS = (
-    "One document per row, one row at a time; recompute full, micro_batches_per_visit 1, and the settings below."
+    "One document per row, one row at a time; micro_batches_per_visit 1, recompute full unless named, and the settings "
+    "below."
 )
 
 
@@ -252,22 +276,28 @@ def _longest_of(request: PlanRequest, strategy: Strategy, ends: str) -> LongestR
 
 
 def _with_homes(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
-    """Return the longest row at the request's ``host_homes``, on one device or split over all devices of a node.
+    """Return the longest row at the request's ``host_homes``, on one device or split over devices of a node.
 
-    The row is split only if that makes it longer by more than ``NEAR``. Splitting is not tried if the whole row reaches
-    the limit ``ends``."""
-    alone = _by_ranks(request, strategy, ends)
-    if not request.cp_group_sizes or "sequence_ranks" in strategy.refusals or alone.binds == ends:
-        return alone
-    shared = _by_ranks(request.with_ranks(request.cp_group_sizes[-1]), strategy, ends)
-    return shared if alone.tokens < shared.tokens * (1 - NEAR) else alone
+    The row is split over all of them only if that makes it longer by more than ``NEAR``, and not if the whole row
+    reaches the limit ``ends``. If there are fewer rows than devices, every size is tried, and of rows of about equal
+    length the fastest is returned."""
+    best, sizes = _by_ranks(request, strategy, ends), request.cp_group_sizes
+    if not sizes or "sequence_ranks" in strategy.refusals or (best.binds == ends and not request.leaves_idle):
+        return best
+    for ranks in sizes if request.leaves_idle else sizes[-1:]:
+        other = _by_ranks(request.with_ranks(ranks), strategy, ends)
+        faster = request.leaves_idle and other.tokens_per_second > best.tokens_per_second
+        near = other.tokens >= best.tokens * (1 - NEAR)
+        best = other if best.tokens < other.tokens * (1 - NEAR) or (faster and near) else best
+    return best
 
 
 def _by_ranks(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow:
     """Return the longest row with the request's context-parallel size, as ``LongestRow``, with its predicted step.
 
-    If device memory is not the limit, usual prefetching is used instead of the leanest if it fits. A reason is returned
-    instead of a row if the strategy cannot run or nothing fits."""
+    Of whole rows and chunks the faster is taken if both fit at this length. If device memory is not the limit, usual
+    prefetching is used instead of the leanest if it fits. A reason is returned instead of a row if the strategy cannot
+    run or nothing fits."""
     try:
         lean = _Lean(request, strategy)
         if why := unplayed(request, lean.step(0)):
@@ -276,11 +306,17 @@ def _by_ranks(request: PlanRequest, strategy: Strategy, ends: str) -> LongestRow
         if not tokens:
             why = shortage(request, lean.needs(SHORTEST, lean.fewest(SHORTEST, 0)[0], 0))
             return LongestRow(strategy.name, binds=binds, why_not=f"{SHORTEST} tokens need {why}")
-        asked, step = request.with_length(tokens), lean.step(lean.fewest(tokens, chunk)[0], chunk)
-        usual = with_settings(step, **USUAL)
-        if binds != DEVICE and fits(asked, memory_quickly(asked, usual)):
-            step = usual
-        return LongestRow(strategy.name, tokens, binds, asked, step, predict(asked, step))
+        asked, tried = request.with_length(tokens), list[tuple[StepSpec, Prediction]]()
+        others = lean.chunks[:1] if chunk else lean.chunks[1:]
+        for size in (chunk, *[size for size in others if size != chunk and lean.fits(tokens, size)][:1]):
+            for step in lean.settings_of(asked, tokens, size):
+                usual = with_settings(step, **USUAL)
+                step = usual if binds != DEVICE and fits(asked, memory_quickly(asked, usual)) else step
+                tried.append((step, predict(asked, step)))
+        best = min(tried, key=lambda way: way[1].step_seconds)
+        in_chunks = bool(best[0].settings.sequence_chunk)
+        seconds = (way.step_seconds for step, way in tried if bool(step.settings.sequence_chunk) != in_chunks)
+        return LongestRow(strategy.name, tokens, binds, asked, *best, min(seconds, default=None))
     except UserError as error:
         return LongestRow(strategy.name, why_not=in_plain_words(error))
 
@@ -307,6 +343,16 @@ class _Lean:
 
         ``chunk`` is 0 for whole rows."""
         return with_settings(self._first, offloaded_layers=offloaded, **self.request.in_chunks(chunk))
+
+    def settings_of(self, asked: PlanRequest, tokens: int, chunk: int) -> Iterator[StepSpec]:
+        """Yield the step with the fewest layers offloaded, and one that keeps attention's output outside the device.
+
+        The second one offloads all layers. It is left out if it does not fit, or if nothing can be offloaded."""
+        yield (step := self.step(self.fewest(tokens, chunk)[0], chunk))
+        if layers := self.layers[bool(chunk)]:
+            with suppress(UserError):  # whole rows of several ranks keep nothing
+                kept = with_settings(step, recompute="selective", offloaded_layers=layers)
+                yield from [kept] if fits(asked, memory_quickly(asked, kept)) else []
 
     def _schedule(self, offloaded: int, chunk: int) -> Schedule:
         """Return the schedule of ``step``. Only one is built for all chunk sizes, because they share all actions."""

@@ -14,16 +14,19 @@ import torch
 from tawpipe.console import progress
 from tawpipe.dealing.speeds import spell_speeds
 from tawpipe.errors import UserError
+from tawpipe.model.attention.attention_kernel import cudnn_takes, recurs
 from tawpipe.model.bits.quantized import NONE
 from tawpipe.model.chain import Chain
 from tawpipe.model.files.adapters import adapter_facts
 from tawpipe.model.files.build import longest_allowed
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops, work_of
+from tawpipe.model.kernels import flash_in_use
 from tawpipe.model.loss import loss_chunk
+from tawpipe.model.shapes import head_size
 from tawpipe.pipeline.sizes import widths_of
 from tawpipe.plan.cost.bench import Bench
 from tawpipe.plan.cost.feasible import whole_rows_fit
-from tawpipe.plan.cost.profile import USUAL, Profile, estimate, measure, size_of
+from tawpipe.plan.cost.profile import FLASH_FACTOR, USUAL, Profile, estimate, measure, size_of
 from tawpipe.plan.cost.request import BY_TOKENS, MOST_TOKENS, PlanRequest
 from tawpipe.plan.cost.updates import states_of
 from tawpipe.plan.machine.devices import Device
@@ -45,6 +48,8 @@ DRIVER_BYTES = 700 << 20
 COMMUNICATOR_BYTES = 512 << 20
 """Assumed GPU memory of one NCCL communicator, where it was not measured (``probe``). It depends on the NCCL release,
 the number of ranks and the network. Reported are 484 MiB to 1.6 GB for one (NVIDIA/nccl issues 864, 964, 2363)."""
+CUDNN_DEVICES = "H100", "H200", "B200"
+"""Parts of the names of devices whose whole rows have cuDNN's attention, see ``model.attention.attention_kernel``."""
 THREADS_BYTES = 24 << 20, 44 << 20
 """Memory that threads of lanes and groups take in a CPU process while it runs: alone, and among several processes. It
 contains stacks, scratch memory of kernels and pieces of the allocator (benchmarks/said_memory.py)."""
@@ -252,6 +257,7 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
             ),
             memory_bytes=int(limit),
             flops=_flops_of_a_step(chain, asked, documents),
+            flops_by=_flops_by(chain),
             peak_flops=peak,
             settings=settings,
             system_bytes=system_bytes,
@@ -312,6 +318,22 @@ def _flops_of_a_step(chain: Chain, asked: Asked, documents: Sequence[int]) -> fl
         return (chain_flops(chain, documents) or 0.0) * asked.global_batch
     some = [length for lengths in asked.micro_batches for length in lengths]
     return (chain_flops(chain, some) or 0.0) * asked.global_batch / (asked.micro_batch * len(asked.micro_batches))
+
+
+def _flops_by(chain: Chain) -> tuple[float, float]:
+    """Return the operations of a step for a token, and for a pair of tokens; 0 if they are not known for this model."""
+    first, second = (chain_flops(chain, [length]) or 0.0 for length in (1, 2))  # of one token, of two tokens
+    return 2 * first - second / 2, second / 2 - first
+
+
+def _flash_factor(chain: Chain, machine: Machine, row: int) -> float:
+    """Return how many times as long flash attention takes as the kernel of whole rows of ``row`` tokens.
+
+    It is 1 where that kernel is flash attention, too: on devices before Hopper, for rows without cuDNN's kernel, and if
+    this process has activated another implementation than flash attention 2."""
+    name, head = machine.device.name.upper(), head_size(chain.config.get_text_config())
+    faster = any(word in name for word in CUDNN_DEVICES) and cudnn_takes(head) and recurs(row)
+    return FLASH_FACTOR if faster and flash_in_use() == "FA2" else 1.0
 
 
 def _drops(config: Any) -> bool:
@@ -380,15 +402,17 @@ def _profile(
         raise UserError("--profile", how, "auto, measure or estimate")
     here = measuring["device"]
     same = device_name(here) == machine.device.name
+    factor = 1.0 if measuring["packed"] else _flash_factor(chain, machine, measuring["row"])
     if how == "measure" or (how == "auto" and same and not machine.device.flops):
         most = min(MEASURED_TOKENS["cpu" if here.type == "cpu" else "cuda"], longest_allowed(chain.config))
-        return measure(chain, tokens=min(row, most), **measuring)
+        return measure(chain, tokens=min(row, most), **measuring).with_flash(factor, estimated=False)
     if peak is None:
         known = f"a device whose peak is known: {', '.join(KNOWN_DEVICES)}, in bfloat16 (--dtype)"
         expected = f"{known}; or a file with `device: {{flops: ...}}`, or --profile measure"
         raise UserError("--device-name", machine.device.name, expected)
     dtype, chunk = measuring["dtype"], min(measuring["chunk_tokens"], tokens)
     profile = estimate(chain, dtype=dtype, flops=peak, chunk_tokens=chunk, optimizer=measuring["optimizer"])
+    profile = profile.with_flash(factor, estimated=True)
     if (sizes := measuring["chunks"](profile)) is None:
         return replace(profile, in_chunks=())
     why = Bench(chain, torch.device("meta"), dtype, chunk).why_whole()

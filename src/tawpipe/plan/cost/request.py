@@ -55,6 +55,7 @@ class PlanRequest:
         widths: bytes of one element, at home and while it travels.
         memory_bytes: memory that the device with most memory may use; 0 for no limit.
         flops: operations of the model in a step, as MFU counts them; 0 if unknown.
+        flops_by: operations of the model for a token, and for a pair of tokens; 0 if unknown.
         peak_flops: peak operations per second of a device; None if unknown.
         settings: settings that a plan takes as given, see ``schedule.settings.UNPLANNED`` and ``KEPT_BY_PLANS``.
         system_bytes: device memory that the driver and the libraries occupy; on a CPU the memory of the process after
@@ -83,6 +84,7 @@ class PlanRequest:
     memory_bytes: int = 0
     flops: float = 0.0
     peak_flops: float | None = None
+    flops_by: tuple[float, float] = (0.0, 0.0)
     settings: ScheduleSettings = DEFAULT
     system_bytes: int = 0
     communicator_bytes: int = 0
@@ -194,6 +196,8 @@ class PlanRequest:
         size, profile = step.settings.sequence_chunk or 0, self.profile
         if 0 < size < self.sequence_length and profile.in_chunks:
             profile = profile.cut(size * self.micro_batch)
+        elif step.sequence_ranks > 1:
+            profile = profile.split()
         settings = replace(self.settings, sequence_chunk=size, offload_dir=step.settings.offload_dir)
         typical = self.dealt_by(step.strategy).numbered(step.slices) if self.dealt else None
         return replace(self, profile=profile, settings=settings, typical=typical)
@@ -293,7 +297,9 @@ class PlanRequest:
         size = full if fills else self.size.times(length / self.sequence_length)
         dealt = tuple(min(length, whole - at) for whole in self.dealt for at in range(0, whole, length))
         mean = self.mean and self.mean.times(min(1.0, size.tokens / self.mean.tokens))
-        return replace(self, sequence_length=length, size=size, mean=mean, flops=0.0, dealt=dealt)
+        per_token, per_pair = self.flops_by
+        flops = (per_token * size.tokens + per_pair * size.pairs) * self.global_batch / self.micro_batch
+        return replace(self, sequence_length=length, size=size, mean=mean, flops=0.0 if dealt else flops, dealt=dealt)
 
     def step(self, settings: ScheduleSettings, strategy: Strategy | None = None) -> StepSpec:
         """Return a step of this batch, with its settings checked against model and machines.

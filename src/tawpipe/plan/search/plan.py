@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ import yaml
 
 from tawpipe.console import columns, span
 from tawpipe.errors import UserError
-from tawpipe.plan.cost.feasible import QUICK_PLAYED, gib, plays, shortage
-from tawpipe.plan.cost.predict import Needs, bound_of, predict
+from tawpipe.plan.cost.feasible import QUICK_PLAYED, fits, gib, plays, shortage, with_settings
+from tawpipe.plan.cost.predict import Needs, bound_of, memory_quickly, predict
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.candidate import GAIN, Candidate
 from tawpipe.plan.search.plan_file import FORMAT, record_of, settings_of
-from tawpipe.plan.search.refine import settle
+from tawpipe.plan.search.refine import settle, ways_of_rows
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("step", span),
@@ -328,6 +329,25 @@ def crossing(request: PlanRequest, first: Candidate, second: Candidate) -> str:
         if bound_of(other, second.step) < limit and predict(other, second.step).step_seconds < limit:
             return f"{second.strategy} is faster with links of {base * factor * 8 / 1e9:.3g} Gbit/s"
     return ""
+
+
+def other_rows(request: PlanRequest, chosen: Candidate) -> str:
+    """Return a sentence that compares rows in chunks with whole rows, under the chosen strategy.
+
+    Of the ways that were not chosen the fastest is named (``ways_of_rows``). Returns ``""`` if there is no choice."""
+    assert chosen.step is not None
+    request, times = request.with_homes(chosen.step.settings.host_homes or "none"), list[float]()
+    in_chunks, ways = bool(chosen.step.settings.sequence_chunk), list(ways_of_rows(request, chosen.step))
+    for way in ways:
+        with suppress(UserError):  # the strategy refuses it
+            other = with_settings(chosen.step, **way)
+            if bool(way["sequence_chunk"]) != in_chunks and fits(request, memory_quickly(request, other)):
+                times.append(predict(request, other).step_seconds)
+    if not ways:
+        return ""
+    taken, left = ("in chunks", "whole") if in_chunks else ("whole", "in chunks")
+    seconds = f"{span(min(times))} per step" if times else "do not fit"
+    return f"rows {taken} take {span(chosen.seconds)} per step; rows {left}, with all layers offloaded: {seconds}"
 
 
 def json_text(plan: Plan) -> str:

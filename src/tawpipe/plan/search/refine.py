@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tawpipe.errors import UserError
-from tawpipe.plan.cost.feasible import QUICK_PLAYED, fits, plays, with_settings
+from tawpipe.plan.cost.feasible import QUICK_PLAYED, fits, plays, relieved, with_settings
 from tawpipe.plan.cost.predict import Prediction, bound_of, memory_quickly, predict
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.candidate import GAIN, LATE, Candidate, Outlook
@@ -146,4 +146,20 @@ def _changes(request: PlanRequest, step: StepSpec, seconds: float, outlook: Outl
         return not outlook.why_not(effort, hopeful=expected < outlook.best_s * NEAR)
 
     budget = QUICK if effort > QUICK_EFFORT else BUDGET
-    return step.strategy.changes(planner, step, worth, budget=budget)
+    yield from ways_of_rows(request, step)
+    yield from step.strategy.changes(planner, step, worth, budget=budget)
+
+
+def ways_of_rows(request: PlanRequest, step: StepSpec) -> Iterator[dict[str, Any]]:
+    """Yield settings for whole rows and for rows in chunks, if whole rows do not fit without offloading.
+
+    All layers are offloaded, if the strategy can, and attention's output is kept or recomputed. No single change leads
+    from one of these ways to the other. Of chunks the largest and the smallest are tried."""
+    if step.settings.keep_mib or request.settings.sequence_chunk is not None or not request.chunks:
+        return
+    if "sequence_chunk" in step.strategy.refusals:
+        return
+    for size in dict.fromkeys((0, request.chunks[-1], request.chunks[0])):
+        layers = request.model.num_layers if relieved(request, step.strategy, chunk=size) else 0
+        for recompute in ("selective", "full"):
+            yield {**request.in_chunks(size), "recompute": recompute, "offloaded_layers": layers}
