@@ -7,7 +7,8 @@ the setting (layers, seconds, bytes, links, knobs) and a few numbers of the mach
 the same for all rows: latency of a message, rate of a node's loopback, and what handing an action to its lane and
 running it costs.
 ``--fit`` searches them on every other row, and the rows that it has not seen are told apart in the table. Beside it,
-``reasons.md`` says for every row below 0.97 of what dependencies allow where the clock sees the rest.
+``reasons.md`` says for every row below 0.97 of what dependencies allow where the clock sees the rest. ``--published``
+plans a step that others have published instead, and writes ``published.md``: nothing of ours is measured there.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ import json
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
+from tawpipe.model.chain import Chain
+from tawpipe.model.files.build import build_model
+from tawpipe.plan.cost.feasible import with_settings
+from tawpipe.plan.cost.measure import Asked, machine_of, request_of
+from tawpipe.plan.cost.predict import predict as predicted
+from tawpipe.plan.cost.profile import FLASH_FACTOR
+from tawpipe.plan.machine.devices import Device
+from tawpipe.plan.search.search import search
 from tawpipe.schedule.sizes.footprint import Widths, costs
 from tawpipe.simulate import LinkModel, play
 from tawpipe.topology import Topology
@@ -47,6 +59,16 @@ CAUSES = {
     "sums, updates, sleeps": {"add_s": 0.0, "update_s": 0.0, "sleep_s": 0.0},
 }
 """What the machine adds, and the numbers that leave it out."""
+QWEN3_8B = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+}
+QWEN3_8B |= {"num_key_value_heads": 8, "intermediate_size": 12288, "max_position_embeddings": 1 << 20}
+TRL = "| TRL, measured, cuDNN's attention | all | 364 to 380 | 52.3 (56.2 GB) | - |"
+"""One row, Qwen3-8B, all weights, 8 H100, inputs of layers offloaded; from TRL's documentation, release and example."""
 
 
 @dataclass(frozen=True)
@@ -178,16 +200,40 @@ def fit(rows: Sequence[dict[str, Any]], machine: Emulation) -> Emulation:
     return machine
 
 
+def published() -> list[str]:
+    """Markdown: the step that ``TRL`` has measured, and the same by our plan, with two kernels of attention."""
+    with tempfile.TemporaryDirectory() as folder:
+        AutoConfig.for_model("qwen3", **QWEN3_8B, tie_word_embeddings=False).save_pretrained(folder)
+        asked = Asked(1 << 20, 1, memory_bytes=74 << 30)
+        chain = Chain(build_model(folder, max_positions=asked.row, longest=asked.longest).model)
+        request = request_of(chain, machine_of("1x8", device=Device("H100")), asked)
+    theirs = {"sequence_chunk": 0, "recompute": "full", "offloaded_layers": len(chain.layers)}
+    lines = ["| | recomputed | s/step | GiB of a device | GiB of a host |", "| --- | --- | ---: | ---: | ---: |", TRL]
+    for kernel, factor in (("2", 1.0), ("3, as fast as cuDNN's", 1 / FLASH_FACTOR)):
+        one = replace(request, profile=request.profile.with_flash(factor, estimated=True))
+        best = search(one)[0].step or request.step(request.settings)
+        for step in (with_settings(best, **theirs), best):
+            kept, said = "all but attention" * (step.settings.recompute == "selective") or "all", predicted(one, step)
+            numbers = f"{said.step_seconds:.0f} | {said.peak_bytes / 2**30:.1f} | {said.needs.host / 2**30:.0f} |"
+            lines.append(f"| tawpipe, planned, flash attention {kernel} | {kept} | {numbers}")
+    return ["# A row of 1,048,576 tokens: planned, not measured", "", f"`{shlex.join(sys.argv)}`", "", *lines]
+
+
 def _seconds(row: dict[str, Any]) -> float:
     return row["seconds_per_step"]["median"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("folders", nargs="+", type=Path, help="with results.json, or of such folders")
+    parser.add_argument("folders", nargs="*", type=Path, help="with results.json, or of such folders")
+    parser.add_argument("--published", action="store_true", help="plan what others have published, and nothing else")
     parser.add_argument("--out", type=Path, default=Path("prediction"))
     parser.add_argument("--fit", action="store_true", help="search the numbers of the machine on every other row")
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.published:
+        (args.out / "published.md").write_text("\n".join(published()) + "\n", encoding="utf-8")
+        return
     folders = [[folder] if has_results(folder) else sorted(folder.iterdir()) for folder in args.folders]
     rows = measured([one for some in folders for one in some])
     machine = Emulation()
@@ -214,7 +260,6 @@ def main() -> None:
             }
         )
         print(json.dumps(found[-1]), flush=True)
-    args.out.mkdir(parents=True, exist_ok=True)
     environment = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
     content = {"environment": environment, "machine": asdict(machine), "rows": found}
     (args.out / "prediction.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -250,14 +295,12 @@ def table(environment: dict[str, Any], machine: Emulation, rows: Sequence[dict[s
     for row in sorted(rows, key=lambda one: -abs(one["predicted_s"] / one["measured_s"] - 1)):
         notes = ("void" * (row["status"] == "void"), "fitted" * row["seen"])
         name = row["strategy"] + "".join(f", {note}" for note in notes if note)
-        gib = (
-            ("-", "-") if row["measured_gib"] is None else (f"{row['measured_gib']:.2f}", f"{row['predicted_gib']:.2f}")
-        )
+        known = row["measured_gib"] is not None
+        gib = [f"{row[name]:.2f}" if known else "-" for name in ("measured_gib", "predicted_gib")]
         lines.append(
             f"| {row['folder']} | {row['cell']} | {name} | {row['measured_s']:.2f} | {row['predicted_s']:.2f} "
-            f"| {row['predicted_s'] / row['measured_s'] - 1:+.1%} "
-            f"| {row['measured_mb']:.1f} | {row['predicted_mb']:.1f} "
-            f"| {gib[0]} | {gib[1]} |"
+            f"| {row['predicted_s'] / row['measured_s'] - 1:+.1%} | {row['measured_mb']:.1f} "
+            f"| {row['predicted_mb']:.1f} | {gib[0]} | {gib[1]} |"
         )
     return lines
 
