@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from tawpipe.model.attention.attention import PackedMask, packed_attention
 from tawpipe.model.attention.attention_kernel import Offer
 from tawpipe.model.attention.chunked import Chunk, ChunkQueries, KeyStore, _parts, attend
 from tawpipe.model.kernels import AttentionOptions, Documents, TiledScores
-from tawpipe.runtime.compute.recompute import keep_attention
+from tawpipe.runtime.compute.attention_results import AttentionResults
 
 DOCUMENTS = [[5, 9, 2], [16], [1, 8, 7]]
 FLASH = ["qwen3", "gemma3", "mistral", "gpt_oss", "deepseek_v3"]
@@ -108,23 +107,38 @@ def test_cuda_kernel_matches_explicit_scores_for_sinks_of_whole_rows(window, cud
 
 
 def test_autograd_keeps_keys_and_values_of_a_whole_row_once(cuda_kernels):
-    """What layers keep is counted by that; and where attention alone is kept, a layer's keys are made again."""
+    """What layers keep is counted by that."""
     leaf = torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True)
     documents, saved = Documents.of((4, 5), (1, 9), torch.device("cpu")), list[Tensor]()
-    stores: list[KeyStore] = []
-
-    def layer(query: Tensor) -> Tensor:
-        stores.append(KeyStore(1, 9))
-        options = AttentionOptions(None, 0.3, 0.0, None)
-        return attend(query, query.sin(), query.cos(), None, Chunk(stores[-1], 0, 9), documents, options)
-
+    store, options = KeyStore(1, 9), AttentionOptions(None, 0.3, 0.0, None)
     with saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
-        output = layer(leaf)
+        attend(leaf, leaf.sin(), leaf.cos(), None, Chunk(store, 0, 9), documents, options)
     assert all(any(one.equal(kept) for kept in saved) for one in (leaf.sin(), leaf.cos()))
-    (expected,) = torch.autograd.grad(output.square().sum(), leaf)
-    output = keep_attention(layer, leaf, again=nullcontext)
-    assert stores[-1].keys is stores[-1].values is None
-    torch.testing.assert_close(torch.autograd.grad(output.square().sum(), leaf), (expected,))
+    assert store.keys is store.values is None
+
+
+def test_attention_with_sinks_is_kept_for_the_recomputation(cuda_kernels, monkeypatch):
+    """Its output and log-sum-exp."""
+    monkeypatch.setattr(Offer, "of", lambda device: Offer((9, 0)))
+    leaf = torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True)
+    sinks = torch.linspace(-1, 2, 2, dtype=torch.float64).requires_grad_()
+    mask = PackedMask(Documents.of((4, 5), (1, 9), torch.device("cpu")), None)
+
+    def layer() -> Tensor:
+        output, _ = packed_attention(nn.Identity(), leaf, leaf.sin(), leaf.cos(), mask, scaling=0.3, s_aux=sinks)
+        return output * 2
+
+    results, found = AttentionResults(), []
+    first = results.keep(layer)
+    assert results.bytes == 9 * 2 * (8 + 1) * 8
+    for run in (layer, lambda: results.reuse(layer)):
+        cuda_kernels.called.clear()
+        output = run()
+        assert torch.equal(output, first)
+        assert len(cuda_kernels.called) == (2 if run is layer else 0), "one call for each document"
+        found.append(torch.autograd.grad(output.square().sum(), (leaf, sinks)))
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected)
 
 
 @pytest.mark.slow

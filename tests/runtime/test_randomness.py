@@ -42,7 +42,7 @@ def test_a_block_draws_by_its_seed_and_leaves_the_default_generator(draw: Callab
     torch.manual_seed(2)
     again = randomness.run("block", 7, draw)
     assert torch.equal(first, again) and not torch.equal(first, other)
-    with randomness.again("block", 7):
+    with randomness.seeded(7):
         assert torch.equal(draw(), first)
     torch.manual_seed(1)
     assert torch.equal(torch.default_generator.get_state(), before)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import pstats
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tawpipe import CheckSettings, Pipeline
 from tawpipe.runtime.compute.activations import Activations, LayerGraph
+from tawpipe.runtime.compute.attention_results import AttentionResults
 from tawpipe.runtime.compute.moves import copy
-from tawpipe.runtime.compute.recompute import Saved, keep_attention, keep_graph
+from tawpipe.runtime.compute.recompute import Saved, keep_graph
 from tawpipe.schedule.actions import Action, Lane, Op
 from tawpipe.schedule.buffers import AWAY, Buffer, Kind
-from tawpipe.schedule.settings import ScheduleSettings
 
 HEADS, WIDTH = 2, 16
 
@@ -47,16 +42,20 @@ def graph(kind: Kind) -> tuple[LayerGraph, Tensor, dict[int, Tensor]]:
     run = lambda given: layer(given, flat)  # noqa: E731
     if kind is Kind.GRAPH:
         output = keep_graph(run, leaf, [0], bound, saved)
-    else:
-        seed = lambda: nullcontext(torch.manual_seed(6))  # noqa: E731
-        torch.manual_seed(6)
-        output = keep_attention(run, leaf, again=seed, saved=saved)
-    return LayerGraph(leaf, get_gradient_edge(output), None, saved), flat, bound
+        return LayerGraph(leaf, get_gradient_edge(output), None, saved), flat, bound
+    results = AttentionResults(catches=True)
+    torch.manual_seed(6)
+    results.keep(lambda: run(leaf))
+    return LayerGraph(leaf, results, None, results.tensors), flat, bound
 
 
 def gradients(kept: LayerGraph, flat: Tensor) -> list[Tensor]:
+    edge = kept.graph
+    if isinstance(edge, AttentionResults):
+        torch.manual_seed(6)
+        edge = get_gradient_edge(edge.reuse(lambda: layer(kept.leaf, flat)))
     kept.forget()
-    torch.autograd.backward(kept.edge, torch.linspace(-1, 1, 2 * 7 * WIDTH).view(2, 7, WIDTH))
+    torch.autograd.backward(edge, torch.linspace(-1, 1, 2 * 7 * WIDTH).view(2, 7, WIDTH))
     assert kept.leaf.grad is not None and flat.grad is not None
     return [kept.leaf.grad, flat.grad]
 
@@ -95,25 +94,3 @@ def test_offloaded_graph_is_restored_bit_by_bit_and_frees_device_memory(kind):
     copy(blocks, Action(Op.RELOAD, Lane.HOST, (away,), (here,), (away,), block=1, micro_batch=0), to_host=False)
     back = held.kept[here]
     assert not torch.equal(gradients(back, flat)[1], expected[1])  # it is read from there
-
-
-def test_keeping_a_graph_takes_constant_calls_per_layer():
-    """Python's calls in the thread that computes, a layer and micro-batch: none looks at what other layers have."""
-    ids = torch.zeros(2, 16, dtype=torch.long)
-    counted = {}
-    for layers in (4, 12):
-        config = LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=2
-        )
-        schedule = ScheduleSettings(recompute="none", micro_batches_per_visit=2)
-        pipeline = Pipeline(LlamaForCausalLM(config), checks=CheckSettings(check="never"), schedule=schedule)
-        for profile in (None, cProfile.Profile()):
-            if profile:
-                pipeline.executor.on_compute(profile.enable)
-            pipeline.step({"input_ids": ids, "labels": ids})
-            pipeline.drain()
-        assert profile is not None
-        pipeline.executor.on_compute(profile.disable)
-        pipeline.close()
-        counted[layers] = pstats.Stats(profile).total_calls / layers  # type: ignore[attr-defined]
-    assert counted[12] <= counted[4]  # the head and the embedding are shared by more layers

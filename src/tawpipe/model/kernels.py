@@ -8,10 +8,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.attention as library
@@ -26,6 +27,19 @@ FLASH_WINDOW = 128
 time."""
 Place = tuple[slice, slice, slice]
 """Slices of rows, heads and tokens in a tensor [b, heads, S, d]."""
+Kernel = Callable[..., Tensor]
+
+
+class Results(Protocol):
+    """Interface of the results of attention that a layer keeps (runtime/compute/attention_results.py)."""
+
+    def attended(self, kernel: Kernel, operands: tuple[Tensor, ...], others: tuple[Any, ...]) -> Tensor: ...
+
+    def of_row(self, chunk: Any) -> None: ...
+
+
+results: ContextVar[Results | None] = ContextVar("tawpipe_attention_results", default=None)
+"""Results of the layer that runs, if it keeps them or reuses them; else None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +141,36 @@ def why_not_varlen(
     return None
 
 
+def attended(kernel: Kernel, operands: tuple[Tensor, ...], *others: Any) -> Tensor:
+    """Return ``kernel(*operands, *others)``, which the layer that runs may keep or have kept.
+
+    Args:
+        kernel: attention that draws no random numbers.
+        operands: queries, keys and values.
+        others: further arguments. Tensors in closures of ``kernel`` would stay in memory.
+    """
+    kept = results.get()
+    return kernel(*operands, *others) if kept is None else kept.attended(kernel, operands, others)
+
+
+def dot_product(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Call torch's ``scaled_dot_product_attention``, whose result a layer may keep unless dropout is drawn."""
+    if dropout_p > 0 or results.get() is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # else the kernel makes this copy and saves it
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    kernel = partial(F.scaled_dot_product_attention, is_causal=is_causal, **options)
+    return attended(kernel, (query, key, value), attn_mask)
+
+
 def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, window: int | None, scale: float) -> Tensor:
     """Compute causal attention of all documents with one call of torch's varlen flash kernel.
 
@@ -152,9 +196,11 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Documents, wind
         else:
             key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
     rows, heads, length, head_dim = query.shape
-    flat = [tensor.transpose(1, 2).reshape(rows * length, -1, head_dim) for tensor in (query, key, value)]
-    at, longest = documents.cumulative, documents.max_length
-    return function(*flat, at, at, longest, longest, **options).view(rows, length, heads, head_dim)
+    flat = tuple(tensor.transpose(1, 2).reshape(rows * length, -1, head_dim) for tensor in (query, key, value))
+    longest = documents.max_length
+    kernel = partial(function, **options)
+    output = attended(lambda q, k, v, at: kernel(q, k, v, at, at, longest, longest), flat, documents.cumulative)
+    return output.view(rows, length, heads, head_dim)
 
 
 def _repeat(tensor: Tensor, heads: int) -> Tensor:
@@ -200,7 +246,7 @@ def whole_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tenso
     heads are not copied."""
     grouped = key.shape[1] != query.shape[1]
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return dot_product(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float, dropout: float) -> Tensor:
@@ -223,7 +269,7 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     length = query.shape[2]
     if window is None or length <= window:
         with _kernels_with(dropout, query.shape[-1]):
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, dropout_p=dropout, scale=scale)
+            return dot_product(query, key, value, None, dropout, True, scale=scale)
 
     size = min(max(window // 2, 64), 1024)
     # One additive mask for all slices: row i is query `first + i`, column j is key `first - (window - 1) + j`.
@@ -242,11 +288,7 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
         skipped = window - 1 - (first - oldest)
         hidden = mask[: last - first, skipped : skipped + last - oldest]
         with _kernels_with(dropout, query.shape[-1]):
-            tiles.append(
-                F.scaled_dot_product_attention(
-                    query_tile, keys, values, attn_mask=hidden, dropout_p=dropout, scale=scale
-                )
-            )
+            tiles.append(dot_product(query_tile, keys, values, hidden, dropout, scale=scale))
     return torch.cat(tiles, dim=2)
 
 

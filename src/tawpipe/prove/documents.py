@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,9 +33,9 @@ from tawpipe.plan.cost.bench import Bench, Case
 from tawpipe.prove.operators import attention_seen
 from tawpipe.prove.outcome import Outcome
 from tawpipe.prove.stand_in import read_as_a_gpu_does
+from tawpipe.runtime.compute.attention_results import AttentionResults
 from tawpipe.runtime.compute.chunks import KeptAttention, LayerInChunks
 from tawpipe.runtime.compute.cp_groups import CpTokens, LayerInCpGroup
-from tawpipe.runtime.compute.recompute import keep_attention
 from tawpipe.runtime.compute.rows import OnDevice
 from tawpipe.runtime.world import World
 
@@ -365,8 +365,9 @@ def _whole(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor) -> tuple[
 
 def _kept(bench: Bench, case: Case, hidden: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:
     """Run the layer on the whole row, recomputing all but attention; return output and input gradient."""
-    layer = partial(bench.chain.layer, LAYER, calls=case.calls)
-    return _at_once(lambda leaf: keep_attention(layer, leaf, again=nullcontext), hidden, arriving)
+    layer, results = partial(bench.chain.layer, LAYER, calls=case.calls), AttentionResults()
+    results.keep(lambda: layer(hidden))
+    return _at_once(lambda leaf: results.reuse(lambda: layer(leaf)), hidden, arriving)
 
 
 def _at_once(layer: Callable[[Tensor], Tensor], hidden: Tensor, arriving: Tensor) -> tuple[Tensor, Tensor]:

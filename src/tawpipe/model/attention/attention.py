@@ -262,6 +262,8 @@ def packed_attention(
     offer = Offer.of(query.device)
     if s_aux is not None and offer.capability is not None and options.is_plain(query, value):
         whole_row = Chunk(KeyStore(query.shape[0], query.shape[2]), 0, query.shape[2])
+        if (results := kernels.results.get()) is not None:
+            results.of_row(whole_row)
         return attend(query, key, value, s_aux, whole_row, documents, options), None
     if offer.capability is not None:
         problem = kernels.why_not_varlen(query.shape[-1], value.shape[-1], dropout, softcap, s_aux, window)

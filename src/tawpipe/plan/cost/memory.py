@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from math import ceil
 from typing import Any
@@ -20,8 +19,9 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width, key_bytes, key_width
 from tawpipe.model.shapes import num_heads
 from tawpipe.plan.cost.bench import Bench, Case
+from tawpipe.runtime.compute.attention_results import AttentionResults
 from tawpipe.runtime.compute.chunks import KeptAttention
-from tawpipe.runtime.compute.recompute import attention_bytes, keep_attention, keep_graph
+from tawpipe.runtime.compute.recompute import attention_bytes, keep_graph
 from tawpipe.runtime.compute.rows import OnDevice, Rows
 from tawpipe.runtime.compute.split import DeferredProducts
 from tawpipe.runtime.peak import Peak, peaks
@@ -139,13 +139,12 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     chain, size = bench.chain, case.hidden.nbytes
     layer = partial(chain.layer, block, calls=case.calls)
     wanted = block > chain.spec.first_backward
-    with torch.no_grad():
-        weighed: dict[str, float] = {"attention": attention_bytes(lambda: layer(case.hidden))}
+    weighed: dict[str, float] = {"attention": attention_bytes(chain, lambda: layer(case.hidden))}
+    held, results = list[Any](), AttentionResults(catches=chain.own_code)
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "none": lambda leaf: keep_graph(layer, leaf, case.spec.units, case.weights),
-        "selective": lambda leaf: keep_attention(layer, leaf, again=nullcontext),
+        "selective": lambda leaf: results.keep(lambda: layer(leaf)),
     }
-    held: list[Any] = []
 
     def alone() -> None:
         held.append(layer(case.hidden))
@@ -155,14 +154,15 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
         """Run the layer and keep its input, graph edge and output in ``held``."""
         leaf = case.hidden.detach().requires_grad_(wanted)
         output = way(leaf)
-        held[:] = [leaf, get_gradient_edge(output), output.detach()]
+        held[:] = [leaf, get_gradient_edge(output) if output.grad_fn else None, output.detach()]
 
     def backward() -> None:
-        """Run the backward pass, after a forward pass if none is kept."""
+        """Run the backward pass, after a forward pass if no graph is kept."""
         if not held:
             forward(layer)
-        edge = held[1]
+        edge = held[1] or get_gradient_edge(results.reuse(lambda: layer(held[0])))
         held[1:] = []
+        results.forget()
         torch.autograd.backward(edge, case.hidden)
 
     def once(kept: str) -> list[Peak]:

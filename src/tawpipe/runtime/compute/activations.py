@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.experts.balance import RoutedTokens
 from tawpipe.model.stubs import LayerCall
+from tawpipe.runtime.compute.attention_results import AttentionResults
 from tawpipe.runtime.compute.chunks import KeptAttention
 from tawpipe.runtime.compute.cp_groups import CpTokens
 from tawpipe.runtime.compute.recompute import Saved
@@ -33,18 +34,22 @@ READ = frozenset((*SAVED, *RETURNED, *ROWS))
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """A layer's input and the autograd graph of its output, kept for the backward pass."""
+    """A layer's input and the autograd graph of its output, kept for the backward pass.
+
+    ``graph`` is the end of the graph, or the attention results with which the layer is recomputed."""
 
     leaf: Tensor
-    edge: GradientEdge
+    graph: GradientEdge | AttentionResults
     deferred: DeferredProducts | None
-    """Products whose weight gradients are computed later; None if the backward pass has one part."""
+    """Products whose weight gradients are computed later; None if the backward pass has one part, or recomputes."""
     saved: Saved = field(default_factory=list)
     """Other tensors that only this graph keeps alive. They are held until the backward pass begins."""
 
     def forget(self) -> None:
-        """Drop the list of saved tensors, so that autograd frees each as soon as it has used it."""
+        """Drop the saved tensors, so that autograd frees each as soon as it has used it."""
         self.saved.clear()
+        if isinstance(self.graph, AttentionResults):
+            self.graph.forget()
 
 
 @dataclass(frozen=True)

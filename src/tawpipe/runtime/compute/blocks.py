@@ -54,6 +54,8 @@ class Blocks:
         self.chain, self.spec, self.chunk_tokens = chain, spec, chunk_tokens
         self.sequence_chunk, self.sequence_ranks = sequence_chunk, sequence_ranks
         self.split_backward = split_backward
+        self.catches = chain.own_code and not compiled
+        """True if results of attention that the model's own code calls can be kept."""
         self.random = BlockRandomness(chain.device, compiled=compiled)
         self.repeated: set[tuple[int, bool]] = set()
         """States of blocks (block, training) whose first run was repeated with an equal result."""
@@ -70,8 +72,8 @@ class Blocks:
 
     def bind(self, action: Action, buffers: Mapping[Buffer, Tensor]) -> None:
         """Make the parameters of the action's block views of the weight buffers that it reads."""
-        if action.weights:
-            for unit, buffer in zip(self.spec.blocks[action.block].units, action.weights, strict=True):
+        if weights := action.weights:
+            for unit, buffer in zip(self.spec.blocks[action.block].units, weights, strict=True):
                 self.bound[unit] = self.chain.bind(unit, buffers[buffer])
 
     def release(self, action: Action) -> None:

@@ -6,12 +6,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.compute.activations import READ, SAVED, DeviceBatch, LayerGraph
+from tawpipe.runtime.compute.attention_results import AttentionResults
 from tawpipe.runtime.compute.blocks import Blocks
-from tawpipe.runtime.compute.recompute import Saved, keep_attention, keep_graph
+from tawpipe.runtime.compute.recompute import Saved, keep_graph
 from tawpipe.runtime.compute.repeated import check_new
 from tawpipe.runtime.compute.step_input import StepInput
 from tawpipe.schedule.actions import Action, Op
@@ -45,19 +46,19 @@ def _output(blocks: Blocks, action: Action, hidden: Tensor, batch: DeviceBatch, 
         with torch.no_grad():
             return blocks.drawing(action, step_input, lambda: layer(hidden))
     leaf, saved = hidden.detach().requires_grad_(b > blocks.spec.first_backward), Saved()
-    deferred = blocks.defers(b) if blocks.split_backward else None
+    if kept is not None and kept.kind is Kind.ATTENTION:
+        results = AttentionResults(catches=blocks.catches)
+        output = blocks.drawing(action, step_input, lambda: results.keep(lambda: layer(hidden)))
+        held.kept[kept] = LayerGraph(leaf, results, None, results.tensors)
+        return output
+    deferred, units = blocks.defers(b) if blocks.split_backward else None, blocks.spec.blocks[b].units
     layer = deferred.around(layer) if deferred else layer
-    if kept is None or kept.kind is Kind.GRAPH:
-        units = blocks.spec.blocks[b].units
-        output = blocks.drawing(action, step_input, lambda: keep_graph(layer, leaf, units, blocks.bound, saved))
-        if kept is None:  # the input stays for the backward pass anyway; keep the graph with it
-            held.inputs[block_input(m, b)] = LayerGraph(leaf, get_gradient_edge(output), deferred)
-            return output.detach()
-    else:
-        again = partial(blocks.random.again, blocks.state(action), blocks.seed(action, step_input))
-        output = blocks.drawing(action, step_input, lambda: keep_attention(layer, leaf, again=again, saved=saved))
-    # The output is not kept here: its memory is freed with the next block's input.
-    held.kept[kept] = LayerGraph(leaf, get_gradient_edge(output), deferred, _alone(saved, output, calls[b - 1]))
+    output = blocks.drawing(action, step_input, lambda: keep_graph(layer, leaf, units, blocks.bound, saved))
+    edge = get_gradient_edge(output)
+    if kept is None:  # the input stays for the backward pass anyway; keep the graph with it
+        held.inputs[block_input(m, b)] = LayerGraph(leaf, edge, deferred)
+    else:  # the output is not kept here: its memory is freed with the next block's input
+        held.kept[kept] = LayerGraph(leaf, edge, deferred, _alone(saved, output, calls[b - 1]))
     return output.detach()
 
 
@@ -73,17 +74,19 @@ def backward(
     source = next(buffer for buffer in action.reads if buffer.kind in READ)
     kept = held.tables[source.kind][source]
     with torch.enable_grad():
-        if isinstance(kept, LayerGraph):
-            leaf, graph, deferred = kept.leaf, kept.edge, kept.deferred
-            kept.forget()
+        graph = kept.graph if isinstance(kept, LayerGraph) else None
+        leaf = kept.leaf if isinstance(kept, LayerGraph) else kept.detach().requires_grad_(wanted)
+        if isinstance(graph, GradientEdge):
+            edge, deferred = graph, kept.deferred
         else:
-            leaf, deferred = kept.detach().requires_grad_(wanted), None
+            deferred = blocks.defers(b) if action.op is Op.BACKWARD_INPUT else None
             layer = partial(blocks.chain.layer, b, calls=batch.calls, piece=batch.piece)
-            if action.op is Op.BACKWARD_INPUT:
-                deferred = blocks.defers(b)
-                layer = deferred.around(layer)
-            graph = get_gradient_edge(blocks.drawing(action, step_input, partial(layer, leaf)))
-        torch.autograd.backward(graph, arriving)
+            layer = partial(deferred.around(layer) if deferred else layer, leaf)
+            layer = partial(graph.reuse, layer) if graph else layer
+            edge = get_gradient_edge(blocks.drawing(action, step_input, layer))
+        if isinstance(kept, LayerGraph):
+            kept.forget()
+        torch.autograd.backward(edge, arriving)
     if action.op is Op.BACKWARD_INPUT:
         assert deferred is not None
         held.deferred[linear(m, b)] = deferred

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -109,10 +109,6 @@ class BlockRandomness:
             result = forward()
         self._draws[block] = self._draws.get(block, False) or mode.drew
         return result
-
-    def again(self, block: Hashable, seed: int) -> AbstractContextManager[object]:
-        """Return a context for recomputing a block that has run: this thread redraws the numbers of ``seed``."""
-        return self.seeded(seed) if self._swap or self._draws[block] else nullcontext()
 
     def seeded(self, seed: int) -> AbstractContextManager[object]:
         """Return a context in which the blocks that this thread runs draw random numbers that start from ``seed``.

@@ -1,14 +1,14 @@
 """Results that a layer keeps from its forward pass, so that its backward pass recomputes less.
 
 Weights must not be kept: for the backward pass they are loaded again, into any free buffer. ``keep_graph`` replaces
-saved weights in the graph by notes, and finds them in the buffers of the backward visit. ``keep_attention`` needs no
-notes: its recomputation reads the parameters, which are bound by then.
+saved weights in the graph by notes, and finds them in the buffers of the backward visit. ``AttentionResults`` keep
+attention alone, and need no notes of weights: the recomputation reads the parameters, which are bound by then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -16,16 +16,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.discovery.discovery import kind_of
 from tawpipe.model.stubs import LayerCall
-from tawpipe.runtime.compute.randomness import draws
+from tawpipe.runtime.compute.attention_results import AttentionResults
 from tawpipe.runtime.compute.split import DeferredProducts
 
 PROBED_TOKENS = 32
@@ -61,15 +59,15 @@ def keep_graph(
             units must be bound to any buffers.
         saved: Receives the tensors that the graph saves, except weights.
     """
-    weights = [(unit, bound[unit], bound[unit].untyped_storage().data_ptr()) for unit in units]
+    spans = {unit: (int(bound[unit].storage_offset()), bound[unit].numel()) for unit in units}
+    weights = [(unit, _place(bound[unit]), begin, begin + size) for unit, (begin, size) in spans.items()]
 
     def pack(tensor: Tensor) -> Any:
         """Return a note for a weight, else the tensor, which is added to ``saved``."""
-        storage = tensor.untyped_storage().data_ptr()
-        for unit, flat, place in weights:
-            offset = int(tensor.storage_offset() - flat.storage_offset())
-            if storage == place and 0 <= offset < flat.numel():
-                return _Weight(unit, offset, tuple(tensor.shape), tensor.stride())
+        place = tensor.untyped_storage().data_ptr()
+        for unit, of_unit, begin, end in weights:
+            if place == of_unit and begin <= (offset := int(tensor.storage_offset())) < end:
+                return _Weight(unit, offset - begin, tuple(tensor.shape), tensor.stride())
         if saved is None:
             return tensor
         saved.append(tensor.data)
@@ -86,56 +84,8 @@ def keep_graph(
         return layer(hidden)
 
 
-def keep_attention(
-    layer: Layer, hidden: Tensor, *, again: Callable[[], AbstractContextManager[object]], saved: Saved | None = None
-) -> Tensor:
-    """Return ``layer(hidden)`` with a graph that keeps the results of attention and recomputes the rest.
-
-    The cost of attention grows with the square of a document's length, and its result is small.
-
-    Args:
-        layer: The layer.
-        hidden: Input, [b, S, H].
-        again: Returns a context in which the recomputation draws the random numbers of the forward pass.
-        saved: Receives the results of attention.
-    """
-    modes: list[Any] = []
-
-    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-        """Return the contexts of the forward pass and of the recomputation."""
-        first, second = create_selective_checkpoint_contexts(_policy)
-        modes.append(first)
-        return first, _both(again, second)
-
-    with torch.enable_grad():
-        output = checkpoint(layer, hidden, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-    assert isinstance(output, Tensor)
-    if saved is not None:  # torch has no public access to these; without these attributes nothing is added
-        tables = [[*getattr(mode, "storage", {}).values()] for mode in modes]
-        results = [getattr(kept, "val", None) for kept in tree_leaves(tables)]
-        saved += [result for result in results if isinstance(result, Tensor)]
-    return output
-
-
-@contextmanager
-def _both(
-    again: Callable[[], AbstractContextManager[object]], cached: AbstractContextManager[object]
-) -> Iterator[None]:
-    with again(), cached:
-        yield
-
-
-def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Return the checkpoint policy of an operation: save attention that draws nothing, recompute the rest."""
-    name = op.name()
-    is_attention = ("attention" in name or "attn" in name) and "backward" not in name
-    # A kept result is not drawn again in the recomputation, which would shift all later random numbers.
-    keeps = is_attention and not draws(op, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def kept_per_token(chain: Chain) -> dict[str, int]:
-    """Return the bytes per token that ``keep_graph`` (``graph``) and ``keep_attention`` (``kept``) keep of a layer.
+    """Return the bytes per token that ``keep_graph`` (``graph``) and ``AttentionResults`` (``kept``) keep of a layer.
 
     Of the latter, ``attention`` is the part without the layer's input. The numbers are counted by running the first
     layer, the last layer and one layer of every kind on a few tokens; the largest counts. The size grows linearly with
@@ -149,6 +99,7 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
     for block, leaf, context in _one_of_every_kind(chain):
         units = chain.blocks[block].units
 
+        @torch.no_grad()
         def kept(block=block, leaf=leaf, context=context, units=units) -> tuple[int, int]:
             """Run a layer; return the bytes that its graph saves, and the bytes of its attention results."""
             stored: dict[int, Tensor] = {}
@@ -158,15 +109,15 @@ def kept_per_token(chain: Chain) -> dict[str, int]:
                 stored[_place(saved)] = saved
                 return saved
 
-            with torch.no_grad():
-                chain.layer(block, leaf.detach().clone(), context)  # a first run, on a copy of the input
-            with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved), _Attention() as attention:
+            chain.layer(block, leaf.detach().clone(), context)  # a first run, on a copy of the input
+            attention = attention_bytes(chain, lambda: chain.layer(block, leaf.detach(), context))
+            with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved):
                 output = chain.layer(block, leaf, context)
             stored[_place(leaf)] = leaf
             shared = [tensor for tensor in tree_leaves([vars(call) for call in context]) if isinstance(tensor, Tensor)]
             others = set(map(_place, [output, *shared, *chain.parameters_of(units)]))
             total = sum(tensor.untyped_storage().nbytes() for place, tensor in stored.items() if place not in others)
-            return total, attention.bytes
+            return total, attention
 
         total, attention = _tried(chain, block, kept, "schedule.recompute", "selective or none", "full")
         most["graph"] = max(most["graph"], total // PROBED_TOKENS)
@@ -257,20 +208,8 @@ def _caller_undisturbed(device: torch.device) -> AbstractContextManager[object]:
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
-def attention_bytes(run: Callable[[], object]) -> int:
-    """Call ``run``, and return the bytes of the attention results that ``keep_attention`` would keep."""
-    with _Attention() as attention:
-        run()
-    return attention.bytes
-
-
-class _Attention(TorchDispatchMode):
-    """Mode that sums the bytes of the results of attention."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if _policy(None, func, *args, **(kwargs or {})) is CheckpointPolicy.MUST_SAVE:
-            self.bytes += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        return result
+def attention_bytes(chain: Chain, run: Callable[[], Tensor]) -> int:
+    """Call ``run``, which runs a layer of ``chain``, and return the bytes of the attention results that it can keep."""
+    results = AttentionResults(catches=chain.own_code)
+    results.keep(run)
+    return results.bytes
