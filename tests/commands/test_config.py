@@ -79,7 +79,7 @@ def test_command_line_overrides_the_file_in_any_order(tmp_path: Path, before: bo
     assert config.optimizer.eps == TrainConfig().optimizer.eps
 
 
-@pytest.mark.parametrize("name", ["micro_batch", "plan", "inject", "dtype", "validation_fraction"])
+@pytest.mark.parametrize("name", ["seed", "plan", "inject", "dtype", "validation_fraction"])
 def test_null_is_refused_for_settings_that_need_a_value(tmp_path: Path, name: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(f"{name}: null\n")

@@ -16,6 +16,7 @@ from tawpipe.commands.plan_words import CORPUS, PROBE, PlanWords, parse, schedul
 from tawpipe.commands.plan_words import plan_parser as _parser
 from tawpipe.errors import REPORT, UserError, is_fault
 from tawpipe.garbage import leave_imports_alone, rarely_collected
+from tawpipe.options import Open
 from tawpipe.options.library import as_option
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def _run(words: PlanWords) -> int:
     from tawpipe.plan.machine.doctor import probe_machine
     from tawpipe.plan.search.plan import Plan, explain, json_text
     from tawpipe.plan.search.search import search
+    from tawpipe.plan.search.sizes import with_best_size
     from tawpipe.runtime.dtype import AUTO, computes_in_bfloat16, usual_dtype
     from tawpipe.runtime.world import pick_device
 
@@ -102,6 +104,7 @@ def _run(words: PlanWords) -> int:
     if corpus is not None:
         return corpus.say(request, words)
     with _progress_shown():
+        request = with_best_size(request)
         plan = Plan.of(request, search(request, most_s=lambda _: inf if words.all else MOST_S))
     if words.json:
         print(json_text(plan))
@@ -144,14 +147,14 @@ def _request(
     from tawpipe.model.flops import work_of
     from tawpipe.model.refuse import settle_mtp
     from tawpipe.pipeline.setup import refuse_cut_rows
-    from tawpipe.plan.cost.measure import Asked, request_of
+    from tawpipe.plan.cost.measure import Asked, filling_of, request_of
     from tawpipe.plan.cost.typical import LOOKED_AT, typical_documents
     from tawpipe.train.settings.optimizers import factory_of
 
     asked = Asked(
         words.row if corpus is None else corpus.row,
         words.batch or machine.world_size,
-        config.micro_batch,
+        int(config.micro_batch),
         dtype=dtype,
         lengths=_documents(words.lengths) if corpus is None else corpus.documents,
         profile=words.profile,
@@ -179,6 +182,11 @@ def _request(
     if config.without_mtp:
         settle_mtp(chain.model, without=True)
     refuse_cut_rows(chain, config.schedule)
+    if isinstance(config.micro_batch, Open) and corpus is None and not words.longest:
+        _ = chain.balance_experts(config.experts.balance)
+        kind = "cpu" if machine.device.name == "CPU" else "cuda"
+        filling = filling_of(chain, machine.topology.evened(), kind, asked.settings, asked.global_batch, asked.row)
+        asked = replace(asked, micro_batch=filling.sizes[-1], filling=filling)
     return request_of(chain, machine, asked, here=here)
 
 
@@ -250,8 +258,7 @@ def lines(
         yield from plan.table(everything=everything)
     yield from plan.left_out(everything=everything)
     yield from ("", plan.reason)
-    if plan.memory:
-        yield plan.memory
+    yield from filter(None, (plan.memory, plan.micro_batch))
     if plan.chosen is None:
         yield from (f"would fit: {way}" for way in WouldFit(plan.request, config, ask).ways())
     if plan.chosen and (words := other_rows(plan.request, plan.chosen)):

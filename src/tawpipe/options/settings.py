@@ -81,7 +81,7 @@ class Leaf:
 
     def check(self, value: object) -> None:
         """Raise UserError if ``value`` is a number outside the setting's bounds."""
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool | Open):
             return
         bounds = self.metadata
         fits = (

@@ -90,7 +90,7 @@ def limits_of(config: TrainConfig, model: RunModel) -> LengthLimits:
     limits = [(longest_allowed(model.followed(None)[1].config), POSITIONS)]
     if config.tokens_per_step is not None:
         limits.append((config.tokens_per_step, STEP))
-    if config.bin_tokens is not None and not find(config.schedule.strategy).cuts_documents:
+    if config.bin_tokens and not find(config.schedule.strategy).cuts_documents:
         limits.append((config.bin_tokens * (config.schedule.sequence_ranks or 1), "the size of a packed micro-batch"))
     most, why = min(limits)
     return LengthLimits(most, why, config.tokens_per_step or USUAL_STEP)

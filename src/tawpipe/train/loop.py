@@ -435,6 +435,8 @@ class Training:
                 "ends": list(self.data.ends),
                 "commit": self.commit,
                 "recompute": self.recompute,
+                "micro_batch": self.pipeline.micro_batch,
+                "bin_tokens": self._batches.shape.bin_tokens,
             },
             versions={"tawpipe": VERSION, **{name: version(name) for name in ("torch", "transformers")}},
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,30 @@ def settled_recompute(world: World, schedule: ScheduleSettings, request: PlanReq
         whole = _all_of(machine_unprobed(world), request)
         fits = fits_to_keep(whole, replace(schedule, recompute="none"), 1.0 if earlier else KEEPS)
     return "none" if min(world.gather_numbers(float(fits))) > 0 else "full"
+
+
+def settled_micro_batch(
+    world: World, schedule: ScheduleSettings, request: PlanRequest | None, sizes: Sequence[int], recompute: str = ""
+) -> int:
+    """Return the largest of ``sizes`` with which a step fits into ``KEEPS`` of the free memory; call on all ranks.
+
+    A size with which nothing is recomputed comes before a larger one, as recomputing takes longer than small
+    micro-batches do. The result is the least size if none fits.
+
+    Args:
+        request: measured sizes of blocks; None gives the least size.
+        sizes: rows of a micro-batch, ascending.
+        recompute: value of ``recompute`` in the resumed run; ``""`` for a new run.
+    """
+    if len(sizes) == 1 or request is None:
+        return sizes[0]
+    ways = ["none", "full"] if schedule.recompute == AUTO_RECOMPUTE else [schedule.recompute]
+    whole, share = _all_of(machine_unprobed(world), request), 1.0 if recompute else KEEPS
+    for way, size in product(ways[recompute == "full" :], sizes[::-1]):
+        fits = fits_to_keep(whole.with_micro_batch(size), replace(schedule, recompute=way), share)
+        if min(world.gather_numbers(float(fits))) > 0:
+            return size
+    return sizes[0]
 
 
 def check_memory(

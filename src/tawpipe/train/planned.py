@@ -201,7 +201,8 @@ class Planning:
         nodes = [len(node) for node in self.world.nodes.nodes]
         if content["nodes"] != nodes:
             return UserError("--plan", f"nodes of {content['nodes']} processes", f"a plan for these nodes, of {nodes}")
-        for name in ("global_batch", "micro_batch", "sequence_length"):
+        given = () if asked.filling else ("micro_batch",)  # else the run takes the plan's
+        for name in ("global_batch", *given, "sequence_length"):
             if content[name] != getattr(asked, name):
                 option = f"--{name.replace('_', '-')}"
                 return UserError(option, getattr(asked, name), f"{content[name]}, as in the plan; or another plan")
@@ -233,7 +234,7 @@ class Planning:
 
         table, left_out, reason = (), (), NO_PLAN + problem
         if request is not None and self.world.rank == 0:
-            table, left_out, reason = self._chosen(request, begin)
+            table, left_out, reason, request = self._chosen(request, begin)
         text, settings = self.world.text_of_rank_0(lambda: reason), self.asked.settings
         if text.startswith(NO_PLAN):
             line = f"plan: none; training continues with the settings under schedule ({settings.strategy}): "
@@ -245,7 +246,7 @@ class Planning:
             line += f" ({took_s / (took_s + self.asked.steps * plan.step_s):.1%} of the predicted run)"
         return Followed(settings, plan, line, request, machine, table, left_out)
 
-    def _chosen(self, request: PlanRequest, begin: float) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    def _chosen(self, request: PlanRequest, begin: float) -> tuple[tuple[str, ...], tuple[str, ...], str, PlanRequest]:
         """Search for a plan on this process.
 
         Args:
@@ -253,20 +254,23 @@ class Planning:
             begin: time at which planning began, by ``time.perf_counter``.
 
         Returns:
-            ``table`` and ``left_out`` of ``Followed``, and the text of the plan. Without a plan the text is ``NO_PLAN``
-            and the reason.
+            ``table`` and ``left_out`` of ``Followed``, the text of the plan, and the request with the plan's
+            micro-batch. Without a plan the text is ``NO_PLAN`` and the reason.
         """
         from tawpipe.plan.search.plan import Plan
         from tawpipe.plan.search.search import search
+        from tawpipe.plan.search.sizes import with_best_size
 
-        table, left_out, spent, steps = (), (), time.perf_counter() - begin, self.asked.steps or math.inf
+        table, left_out, steps = (), (), self.asked.steps or math.inf
         try:
+            request = with_best_size(request)
+            spent = time.perf_counter() - begin
             candidates = search(request, most_s=lambda step_s: max(AT_LEAST_S, SHARE * steps * step_s - spent))
             plan = Plan.of(request, candidates)
             table, left_out = tuple(plan.table()), tuple(plan.left_out())
-            return table, left_out, plan.text() if plan.chosen else NO_PLAN + plan.reason
+            return table, left_out, plan.text() if plan.chosen else NO_PLAN + plan.reason, request
         except Exception as error:
-            return table, left_out, NO_PLAN + problem_of(error)
+            return table, left_out, NO_PLAN + problem_of(error), request
 
     def ask(self, machine: Machine, *, timed: bool = True) -> tuple[PlanRequest | None, str]:
         """Measure the blocks of the model on all ranks, and return the inputs for a search.

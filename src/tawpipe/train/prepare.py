@@ -30,14 +30,15 @@ from tawpipe.model.rope import rope_words
 from tawpipe.options import Open
 from tawpipe.pipeline.setup import refuse_cut_rows, refuse_settings
 from tawpipe.plan.answer.would_fit import WouldFit
-from tawpipe.plan.cost.measure import Asked
+from tawpipe.plan.cost.filling import FILLS, Filling
+from tawpipe.plan.cost.measure import Asked, filling_of
 from tawpipe.plan.cost.predict import Needs
 from tawpipe.plan.machine.probe import machine_unprobed
 from tawpipe.plan.search.plan_file import SavedPlan
 from tawpipe.runtime.dtype import DTYPES, chosen_dtype
 from tawpipe.runtime.homes.optimizer import OptimizerFactory, rule_of, with_groups
 from tawpipe.runtime.world import World
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.settings import AUTO_RECOMPUTE, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_cp_groups
 from tawpipe.schedule.sizes.footprint import Costs
 from tawpipe.serving.held import longest_context
@@ -45,7 +46,15 @@ from tawpipe.train.disk import DiskNeeds, check_disk, disk_needs, state_bytes
 from tawpipe.train.exporting import Form
 from tawpipe.train.judging.retrieval import RetrievalCheck
 from tawpipe.train.judging.sample import beginnings, wanted_texts
-from tawpipe.train.memory import MemoryLoad, check_memory, keepable_mib, measured_for, settled_recompute, too_large
+from tawpipe.train.memory import (
+    MemoryLoad,
+    check_memory,
+    keepable_mib,
+    measured_for,
+    settled_micro_batch,
+    settled_recompute,
+    too_large,
+)
 from tawpipe.train.planned import Followed, Planning
 from tawpipe.train.run_model import RunModel
 from tawpipe.train.saying.words import batch_words, device_name, memory_rows, step_rows, without_effect
@@ -71,6 +80,8 @@ if TYPE_CHECKING:
     from tawpipe.plan.cost.request import PlanRequest
     from tawpipe.plan.machine.machine import Machine
 
+PADDED = 1.1
+"""Tokens with padding, relative to those without, that a micro-batch of several rows may have under ``auto``."""
 SOON = 4
 """Number of steps whose documents are assigned to ranks beforehand, to predict their memory."""
 
@@ -178,7 +189,8 @@ class Prepared(BuiltRun):
     def decided(self) -> dict[str, object]:
         """Values that the run decided in place of the user, by the keys of their settings."""
         schedule = {f"schedule.{name}": value for name, value in vars(self.schedule).items()}
-        return {"dtype": str(self.dtype).removeprefix("torch."), "packing": self.batch.packing, **schedule}
+        batch = {"packing": self.batch.packing, "micro_batch": self.batch.micro_batch}
+        return {"dtype": str(self.dtype).removeprefix("torch."), **batch, **schedule}
 
 
 def check_settings(config: TrainConfig, world: World, console: Console) -> None:
@@ -211,7 +223,8 @@ def settle_data(documents: Documents, model: RunModel, start: ResumePoint, world
         UserError: a document is too long, or the resumed run had other documents.
     """
     config, data = documents
-    batch = BatchShape.of(config, data.report.packing, world.size)
+    kept = _kept(start.state, "bin_tokens", 0, world)
+    batch = BatchShape.of(config, data.report.packing, world.size, FILLS[world.device.type] if kept is None else kept)
     batch.check_longest(data.longest, data.report.longest[1])
     refuse_other_documents(start, data, partly=data.report.streamed and not config.streaming)
     console.notice(*start.notices)
@@ -240,7 +253,33 @@ def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
     optimizer, line = resumed_factory(factory_of(config), run.start, chain.units)
     console.notice(line)
     run = replace(run, config=config)
-    return BuiltRun(**vars(run), built=built, chain=chain, optimizer=optimizer, dtype=dtype, why_dtype=why)
+    made = BuiltRun(**vars(run), built=built, chain=chain, optimizer=optimizer, dtype=dtype, why_dtype=why)
+    return _with_packs_in_memory(made, world)
+
+
+def _with_packs_in_memory(run: BuiltRun, world: World) -> BuiltRun:
+    """Return ``run`` with the usual packed micro-batches, if those that fill a device need too much memory.
+
+    They do if layers could not keep all activations with them. Call on all ranks."""
+    usual = BatchShape.of(run.config, run.batch.packing, world.size)
+    if run.batch.bin_tokens <= usual.bin_tokens:
+        return run
+    request, _ = _planning_of(run, world).ask(machine_unprobed(world), timed=False)
+    schedule = replace(run.config.schedule, recompute=AUTO_RECOMPUTE)
+    keeps = run.chain.balance is None and settled_recompute(world, schedule, request) == "none"
+    return run if keeps else replace(run, batch=usual)
+
+
+def _kept(state: RunState | None, setting: str, old: int, world: World) -> int | None:
+    """Return the value that the resumed run chose for ``setting`` on these nodes; None to choose one.
+
+    Args:
+        state: state that the run resumes from; None for a new run.
+        old: value for a state of an earlier version, which chose none.
+    """
+    if state is None or (setting in state.settled and state.topology != str(world.nodes)):
+        return None
+    return state.settled.get(setting, old)
 
 
 def _form_of(quantize: str, built: BuiltModel, chain: Chain, start: ResumePoint) -> str:
@@ -250,18 +289,13 @@ def _form_of(quantize: str, built: BuiltModel, chain: Chain, start: ResumePoint)
     return chain.form_of(quantize) if built.folder is not None or quantize != AUTO else NONE
 
 
-def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning, Followed]:
-    """Decide whether to follow a plan, make it if necessary, and print the decision; call on all ranks.
-
-    Returns:
-        the inputs of a plan, and the decision.
-
-    Raises:
-        UserError: a plan given by the user does not suit the run.
-    """
+def _planning_of(run: BuiltRun, world: World) -> Planning:
+    """Return the inputs of a plan for the run."""
     config, batch, data, chain = run.config, run.batch, run.data, run.chain
+    filling = _filling(run, world)
+    batch = replace(batch, micro_batch=filling.sizes[-1]) if filling else batch
     by_row = batch.micro_batch > 1 and bool(config.evaluation.retrieval_lengths)  # answers are found by row
-    planning = Planning(
+    return Planning(
         world,
         chain,
         Asked(
@@ -279,9 +313,22 @@ def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning
             optimizer=run.optimizer,
             steps=max(0, int(config.steps) - run.done),
             learning_rate=float(config.learning_rate),
+            filling=filling,
         ),
         by_one=by_row or batch.dealt,  # packed micro-batches are already sized for a number of ranks
     )
+
+
+def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning, Followed]:
+    """Decide whether to follow a plan, make it if necessary, and print the decision; call on all ranks.
+
+    Returns:
+        the inputs of a plan, and the decision.
+
+    Raises:
+        UserError: a plan given by the user does not suit the run.
+    """
+    config, planning = run.config, _planning_of(run, world)
     console.notice(too_large(planning))
     with console.passing():
         followed = planning.follow(config.plan, run.state)
@@ -289,12 +336,32 @@ def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning
         console.line("\n".join(f"  {line}" for line in (*followed.table, *followed.left_out)))
     if followed.line:
         (console.warning if REPORT in followed.line else console.line)(followed.line)
-    refuse_cut_rows(chain, followed.schedule)  # the plan may cut rows where the user's settings do not
+    refuse_cut_rows(run.chain, followed.schedule)  # the plan may cut rows where the user's settings do not
     return planning, followed
 
 
+def _filling(run: BuiltRun, world: World) -> Filling | None:
+    """Return the numbers of rows that ``--micro-batch auto`` may choose for the run; None if the number is given.
+
+    On the nodes of the resumed run these are its number and smaller ones. It is 1 for a run of an earlier version."""
+    config, batch = run.config, run.batch
+    if batch.dealt or not isinstance(config.micro_batch, Open):
+        return None
+    filling = filling_of(run.chain, world.topology, world.device.type, config.schedule, batch.rows, batch.row_tokens)
+    if config.evaluation.retrieval_lengths and world.size > 1:
+        filling = filling.up_to(1, "processes may share the rows of the retrieval check")
+    shapes = [replace(batch, micro_batch=size) for size in (1, filling.sizes[-1])]
+    tokens, padded = (sum(map(sum, first_micro_batches(run.data, shape, 1))) for shape in shapes)
+    if padded > tokens * PADDED:
+        filling = filling.up_to(1, "several rows of unequal lengths would be padded")
+    kept = _kept(run.state, "micro_batch", 1, world)
+    return filling.up_to(kept, "as in the resumed run") if kept in filling.sizes else filling
+
+
 def check(run: BuiltRun, planning: Planning, followed: Followed, console: Console) -> Prepared:
-    """Check memory and disk, and that model and documents suit each other; settle recomputation. Call on all ranks.
+    """Check memory and disk, and that model and documents suit each other; settle what memory decides.
+
+    Memory decides the rows of a micro-batch and recomputation, if they are ``auto``. Call on all ranks.
 
     Args:
         planning: inputs of a plan, from ``follow_plan``.
@@ -307,12 +374,21 @@ def check(run: BuiltRun, planning: Planning, followed: Followed, console: Consol
     state = state_bytes(config, built, chain, run.dtype, run.optimizer)
     disk = disk_needs(config, built, chain, state=state, done=run.done)
 
-    # Settle what the backward passes compute again: on the same nodes, as in the resumed run.
+    # Settle the micro-batch and what the backward passes compute again: on the same nodes, as in the resumed run.
     planning = planning.by(followed.schedule)
     request, needs = measured_for(planning, followed.request, console), None
     before = ""
     if run.state is not None and run.state.topology == str(world.nodes):
         before = str(run.state.settled.get("recompute", "full"))
+    if (filling := planning.asked.filling) is not None:
+        if followed.plan is not None:
+            filling = (followed.request and followed.request.filling) or filling
+            reason = filling.reason or ("" if followed.request else "as in the plan")
+            filling = filling.up_to(followed.plan.content["micro_batch"], reason)
+        size = settled_micro_batch(world, followed.schedule, request, filling.sizes, before)
+        batch = replace(batch, micro_batch=size, why=filling.words(size))
+        run, request = replace(run, batch=batch), request and request.with_micro_batch(size)
+        planning = replace(planning, asked=replace(planning.asked, micro_batch=size))
     schedule = replace(followed.schedule, recompute=settled_recompute(world, followed.schedule, request, before))
     if before == "none" != schedule.recompute:
         console.notice(f"recompute: {schedule.recompute} (before: none, which does not fit into memory now)")

@@ -93,6 +93,7 @@ def _sections(plan: Plan) -> Iterator[Section]:
     words = plan.reason + (
         f". Equally fast, within {GAIN:.1%}: {equal}. The choice loads the links least." if equal else ""
     )
+    words += f". {plan.micro_batch}" if plan.micro_batch else ""
     if left_out := list(plan.left_out(everything=True)):
         words += f". Not in the table: {'; '.join(left_out)}."
     yield Section("Strategies", words, Table(rows[0], rows[1:], marked))

@@ -26,6 +26,7 @@ from tawpipe.model.shapes import head_size
 from tawpipe.pipeline.sizes import widths_of
 from tawpipe.plan.cost.bench import Bench
 from tawpipe.plan.cost.feasible import whole_rows_fit
+from tawpipe.plan.cost.filling import Filling
 from tawpipe.plan.cost.profile import FLASH_FACTOR, USUAL, Profile, estimate, measure, size_of
 from tawpipe.plan.cost.request import BY_TOKENS, MOST_TOKENS, PlanRequest
 from tawpipe.plan.cost.updates import states_of
@@ -38,7 +39,9 @@ from tawpipe.runtime.memory import give_back, taken_outside_torch
 from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_cp_groups
 from tawpipe.schedule.spec import change_width
+from tawpipe.schedule.strategies.table import find
 from tawpipe.simulate import LinkModel, mean_size
+from tawpipe.topology import Topology
 
 USABLE = 0.95
 """Share of a device's or a host's memory that a plan may fill. The rest is lost between blocks of the allocator. Memory
@@ -121,6 +124,7 @@ class Asked:
         optimizer: optimizer whose states and updates are counted.
         steps: steps of the run, whose time limits measuring to about ``SHARE``; 0 if unknown.
         learning_rate: determines the bits in which changes of weights are sent.
+        filling: numbers of rows that may replace ``micro_batch``, the largest of them; None if it is given.
 
     Raises:
         UserError: numbers that cannot work, or documents that do not fill a row.
@@ -142,6 +146,7 @@ class Asked:
     optimizer: OptimizerFactory = USUAL
     steps: int = 0
     learning_rate: float = 3e-4
+    filling: Filling | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -262,13 +267,14 @@ def _request_of(chain: Chain, machine: Machine, asked: Asked, here: torch.device
             settings=settings,
             system_bytes=system_bytes,
             communicator_bytes=communicator_bytes,
-            drops=_drops(chain.config) or bool(adapter_facts(chain.outer_model).get("dropout")),
+            drops=draws_dropout(chain),
             needs_whole=name_of(optimizer) if isinstance(optimizer, WholeMatrices) else "",
             why_not_staged=chain.why_not_staged,
             dealt=tuple(asked.dealt),
             cuts=not (why_whole or chain.positions.first),
             work=work_of(chain) if asked.dealt else BY_TOKENS,
             compiled=asked.compiled,
+            filling=asked.filling,
         )
 
     def chunks(whole: Profile) -> Sequence[int] | None:
@@ -336,10 +342,36 @@ def _flash_factor(chain: Chain, machine: Machine, row: int) -> float:
     return FLASH_FACTOR if faster and flash_in_use() == "FA2" else 1.0
 
 
-def _drops(config: Any) -> bool:
-    """Return True if a model's config sets any dropout above 0."""
-    values = config.get_text_config().to_dict().items()
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values)
+def draws_dropout(chain: Chain) -> bool:
+    """Return True if the model's config or its adapter sets any dropout above 0."""
+    values = chain.config.get_text_config().to_dict().items()
+    of_config = any("drop" in name and isinstance(value, float) and value > 0 for name, value in values)
+    return of_config or bool(adapter_facts(chain.outer_model).get("dropout"))
+
+
+def filling_of(chain: Chain, topology: Topology, kind: str, settings: ScheduleSettings, rows: int, row: int) -> Filling:
+    """Return the numbers of rows that ``--micro-batch auto`` may choose.
+
+    There is only one number where another one would change results: dropout is drawn, experts are balanced and longrope
+    scales positions for each micro-batch.
+
+    Args:
+        chain: model of the run, with its loss that balances experts.
+        topology: devices of the run, equally many on every node.
+        kind: kind of the devices, ``cuda`` or ``cpu``.
+        settings: settings of the schedule.
+        rows: rows of a step.
+        row: tokens of a row.
+    """
+    ranks, positions = settings.sequence_ranks or 1, find(settings.strategy).configured(settings).divided_over(topology)
+    reasons = {
+        "dropout is drawn for each micro-batch": draws_dropout(chain),
+        "experts are balanced over a micro-batch": chain.balance is not None,
+        "longrope scales documents by the longest": not chain.in_turn and row > (chain.positions.scaled_from or row),
+        "rows are assigned to devices by their speeds": bool(settings.device_speeds),
+    }
+    why_one = next((reason for reason, applies in reasons.items() if applies), "")
+    return Filling.of(kind, rows, row, topology.world_size // ranks, positions=positions, why_one=why_one)
 
 
 def _exact(chain: Chain, dtype: torch.dtype, master: torch.dtype) -> int:

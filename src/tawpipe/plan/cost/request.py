@@ -10,6 +10,7 @@ from typing import Any
 
 from tawpipe.dealing.balance import LayerKind, LayerTime
 from tawpipe.errors import UserError
+from tawpipe.plan.cost.filling import Filling
 from tawpipe.plan.cost.profile import Profile
 from tawpipe.plan.cost.typical import TypicalStep, mean_pack, slices_in, typical_of_pipelines, typical_of_ranks
 from tawpipe.plan.machine.machine import Machine
@@ -71,6 +72,7 @@ class PlanRequest:
         cuts: True if pipelines may cut documents into slices.
         work: time of documents, used where the profile does not show it (``deals_by``).
         typical: micro-batches that result from assigning the documents; set by ``of``.
+        filling: numbers of rows that a plan may choose instead of ``micro_batch``; None if it is given.
     """
 
     model: ModelSpec
@@ -97,6 +99,7 @@ class PlanRequest:
     cuts: bool = False
     work: LayerTime = BY_TOKENS
     typical: TypicalStep | None = None
+    filling: Filling | None = None
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "micro_batch"):

@@ -132,6 +132,12 @@ class Plan:
         step = self.chosen.step
         return held(self.request, self.chosen.prediction.needs, level=(step and step.settings.host_homes) or "none")
 
+    @property
+    def micro_batch(self) -> str:
+        """Sentence about the micro-batch and the reason for its size; ``""`` if its size was given."""
+        filling, size = self.request.filling, self.request.micro_batch
+        return f"micro-batches of {size} ({filling.words(size)})" if filling else ""
+
     def link_share(self, candidate: Candidate) -> float:
         """Return the share of a candidate's step time during which the busiest link between nodes is busy."""
         assert candidate.prediction is not None
@@ -175,6 +181,7 @@ class Plan:
             "chosen": self.chosen.strategy if self.chosen else None,
             "reason": self.reason,
             "runner_up": self.runner_up.strategy if self.runner_up else None,
+            "micro_batch": self.request.micro_batch,
         }
 
     def listed(self, *, everything: bool = False) -> list[Candidate]:

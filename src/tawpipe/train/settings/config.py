@@ -238,8 +238,10 @@ class TrainConfig(DataSettings):
     """Sequences in a step, over all processes. It does not depend on the number of nodes and processes. null means 8.
     For a model with weights under --sequence-length auto, null means the rows that hold 4096 tokens, and at least one
     for every process."""
-    micro_batch: int = bounded(1, minimum=1)
-    """Sequences that a process computes at one time."""
+    micro_batch: int = bounded(open_number(1, "auto"), minimum=1)
+    """Sequences that a process computes at one time. auto takes as many as fill the device, within memory and within
+    the process's share of a step: about 16384 tokens on a GPU, 512 on a CPU. auto is 1 where another number would
+    change results: with dropout, and with a loss that balances experts."""
     tokens_per_step: int | None = bounded(None, minimum=2)
     """Tokens of a step under --packing balanced, over all processes: a step takes documents until one more would exceed
     this number. null means --global-batch x --sequence-length if one of them is set, else 4096, or more if one document
@@ -248,10 +250,11 @@ class TrainConfig(DataSettings):
     """Largest number of tokens of a document under --packing balanced. A longer text is cut into pieces of this length,
     and each piece is a document of its own. null means --sequence-length. If this is set, --sequence-length auto means
     this length for a model with weights."""
-    bin_tokens: int | None = bounded(None, minimum=2)
+    bin_tokens: int = bounded(open_number(0, "auto"), minimum=2)
     """Largest number of tokens that a process computes at one time under --packing balanced (a packed micro-batch). It
-    determines the memory that the process needs. null means 3/2 of --max-document, or less if less is enough to compute
-    a step in one round. A pipeline passes longer documents through its stages in slices."""
+    determines the memory that the process needs. auto means 3/2 of --max-document, within memory at least as many
+    tokens as fill the device (see micro_batch), or less if less is enough to compute a step in one round. A pipeline
+    passes longer documents through its stages in slices."""
     steps: int = bounded(open_number(60), minimum=0)
     """Optimizer steps of the whole run, including steps before a resume. 0 only evaluates the model: nothing is
     trained, and nothing is exported. null means --epochs; without --epochs, 60 steps for random weights, 2 epochs for a

@@ -34,6 +34,7 @@ class BatchShape:
         bin_tokens: under ``balanced``, the tokens that a process computes at one time at most; 0 elsewhere.
         ranks: processes that compute a row together.
         slices: True if a pipeline takes a document longer than a packed micro-batch in slices.
+        why: reason for ``micro_batch`` or ``bin_tokens``, if the run chose it; else ``""``.
     """
 
     packing: str
@@ -45,23 +46,24 @@ class BatchShape:
     bin_tokens: int = 0
     ranks: int = 1
     slices: bool = False
+    why: str = ""
 
     @classmethod
-    def of(cls, config: TrainConfig, packing: str, world_size: int) -> BatchShape:
+    def of(cls, config: TrainConfig, packing: str, world_size: int, fills: int = 0) -> BatchShape:
         """Return the batch sizes for ``packing`` on ``world_size`` processes.
 
         Under ``balanced``, a row is a full packed micro-batch, and a step has enough rows to hold ``step_tokens``
-        tokens."""
+        tokens. Packed micro-batches have at least ``fills`` tokens, unless fewer suffice for a step in one round."""
         tokens, longest, ranks = config.step_tokens, config.document_tokens, config.schedule.sequence_ranks or 1
         if packing != "balanced":
             rows, row_tokens = config.global_batch, config.sequence_length
-            return cls(packing, rows, row_tokens, config.micro_batch, tokens, longest, ranks=ranks)
-        usual = min(int(longest * USUAL_PACK), ceil(tokens * ONE_ROUND / world_size))
+            return cls(packing, rows, row_tokens, int(config.micro_batch), tokens, longest, ranks=ranks)
+        usual = min(max(fills, int(longest * USUAL_PACK)), ceil(tokens * ONE_ROUND / world_size))
         cap = config.bin_tokens or max(usual, ceil(longest / ranks))
         rounds = ceil(tokens / (cap * world_size))
         rows = max(1, rounds * world_size // ranks)
         slices = find(config.schedule.strategy).cuts_documents
-        return cls(packing, rows, cap * ranks, config.micro_batch, tokens, longest, cap, ranks, slices)
+        return cls(packing, rows, cap * ranks, 1, tokens, longest, cap, ranks, slices)
 
     @property
     def dealt(self) -> bool:
