@@ -477,7 +477,7 @@ def test_plans_exist_for_uneven_nodes():
 def test_plan_json_has_its_documented_keys(found):
     asked = plan_request(flops=1e9, peak_flops=1e12)
     content = json.loads(json.dumps(Plan.of(asked, found).as_json(), allow_nan=False))
-    assert content.keys() == {"candidates", "chosen", "reason", "runner_up"}
+    assert content.keys() == {"candidates", "chosen", "reason", "runner_up", "micro_batch"}
     keys = {"strategy", "knobs", "runnable", "step_seconds", "tokens_per_second_per_device", "mfu"}
     keys |= {"exposed_communication_s", "idle_s", "link_bytes", "peak_gib", "fits"}
     for row in content["candidates"]:

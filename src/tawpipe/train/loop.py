@@ -435,8 +435,7 @@ class Training:
                 "ends": list(self.data.ends),
                 "commit": self.commit,
                 "recompute": self.recompute,
-                "micro_batch": self.pipeline.micro_batch,
-                "bin_tokens": self._batches.shape.bin_tokens,
+                **{name: getattr(self._batches.shape, name) for name in ("micro_batch", "bin_tokens")},
             },
             versions={"tawpipe": VERSION, **{name: version(name) for name in ("torch", "transformers")}},
         )

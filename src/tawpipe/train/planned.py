@@ -201,8 +201,8 @@ class Planning:
         nodes = [len(node) for node in self.world.nodes.nodes]
         if content["nodes"] != nodes:
             return UserError("--plan", f"nodes of {content['nodes']} processes", f"a plan for these nodes, of {nodes}")
-        given = () if asked.filling else ("micro_batch",)  # else the run takes the plan's
-        for name in ("global_batch", *given, "sequence_length"):
+        compared = () if asked.filling else ("micro_batch",)  # under auto the run takes the plan's
+        for name in ("global_batch", *compared, "sequence_length"):
             if content[name] != getattr(asked, name):
                 option = f"--{name.replace('_', '-')}"
                 return UserError(option, getattr(asked, name), f"{content[name]}, as in the plan; or another plan")
@@ -263,8 +263,7 @@ class Planning:
 
         table, left_out, steps = (), (), self.asked.steps or math.inf
         try:
-            request = with_best_size(request)
-            spent = time.perf_counter() - begin
+            request, spent = with_best_size(request), time.perf_counter() - begin
             candidates = search(request, most_s=lambda step_s: max(AT_LEAST_S, SHARE * steps * step_s - spent))
             plan = Plan.of(request, candidates)
             table, left_out = tuple(plan.table()), tuple(plan.left_out())

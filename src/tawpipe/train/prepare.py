@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -253,8 +253,8 @@ def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
     optimizer, line = resumed_factory(factory_of(config), run.start, chain.units)
     console.notice(line)
     run = replace(run, config=config)
-    made = BuiltRun(**vars(run), built=built, chain=chain, optimizer=optimizer, dtype=dtype, why_dtype=why)
-    return _with_packs_in_memory(made, world)
+    whole = BuiltRun(**vars(run), built=built, chain=chain, optimizer=optimizer, dtype=dtype, why_dtype=why)
+    return _with_packs_in_memory(whole, world)
 
 
 def _with_packs_in_memory(run: BuiltRun, world: World) -> BuiltRun:
@@ -270,14 +270,14 @@ def _with_packs_in_memory(run: BuiltRun, world: World) -> BuiltRun:
     return run if keeps else replace(run, batch=usual)
 
 
-def _kept(state: RunState | None, setting: str, old: int, world: World) -> int | None:
-    """Return the value that the resumed run chose for ``setting`` on these nodes; None to choose one.
+def _kept(state: RunState | None, setting: str, old: Any, world: World) -> Any:
+    """Return the value that the resumed run chose for ``setting``; None for a new run, and on other nodes.
 
     Args:
         state: state that the run resumes from; None for a new run.
-        old: value for a state of an earlier version, which chose none.
+        old: value of a run of an earlier version, which chose none.
     """
-    if state is None or (setting in state.settled and state.topology != str(world.nodes)):
+    if state is None or state.topology != str(world.nodes):
         return None
     return state.settled.get(setting, old)
 
@@ -343,7 +343,7 @@ def follow_plan(run: BuiltRun, world: World, console: Console) -> tuple[Planning
 def _filling(run: BuiltRun, world: World) -> Filling | None:
     """Return the numbers of rows that ``--micro-batch auto`` may choose for the run; None if the number is given.
 
-    On the nodes of the resumed run these are its number and smaller ones. It is 1 for a run of an earlier version."""
+    On the nodes of the resumed run these are its number and smaller ones; 1 for a run of an earlier version."""
     config, batch = run.config, run.batch
     if batch.dealt or not isinstance(config.micro_batch, Open):
         return None
@@ -355,7 +355,7 @@ def _filling(run: BuiltRun, world: World) -> Filling | None:
     if padded > tokens * PADDED:
         filling = filling.up_to(1, "several rows of unequal lengths would be padded")
     kept = _kept(run.state, "micro_batch", 1, world)
-    return filling.up_to(kept, "as in the resumed run") if kept in filling.sizes else filling
+    return filling.up_to(kept, "as in the resumed run") if kept and batch.rows % kept == 0 else filling
 
 
 def check(run: BuiltRun, planning: Planning, followed: Followed, console: Console) -> Prepared:
@@ -377,16 +377,13 @@ def check(run: BuiltRun, planning: Planning, followed: Followed, console: Consol
     # Settle the micro-batch and what the backward passes compute again: on the same nodes, as in the resumed run.
     planning = planning.by(followed.schedule)
     request, needs = measured_for(planning, followed.request, console), None
-    before = ""
-    if run.state is not None and run.state.topology == str(world.nodes):
-        before = str(run.state.settled.get("recompute", "full"))
+    before = _kept(run.state, "recompute", "full", world) or ""
     if (filling := planning.asked.filling) is not None:
         if followed.plan is not None:
-            filling = (followed.request and followed.request.filling) or filling
-            reason = filling.reason or ("" if followed.request else "as in the plan")
-            filling = filling.up_to(followed.plan.content["micro_batch"], reason)
+            tried, size = followed.request and followed.request.filling, followed.plan.content["micro_batch"]
+            filling = (tried or filling).up_to(size, filling.reason or "as in the plan" * (tried is None))
         size = settled_micro_batch(world, followed.schedule, request, filling.sizes, before)
-        batch = replace(batch, micro_batch=size, why=filling.words(size))
+        batch = replace(batch, micro_batch=size, why=f" ({filling.words(size)})")
         run, request = replace(run, batch=batch), request and request.with_micro_batch(size)
         planning = replace(planning, asked=replace(planning.asked, micro_batch=size))
     schedule = replace(followed.schedule, recompute=settled_recompute(world, followed.schedule, request, before))

@@ -61,11 +61,9 @@ class Filling:
 
     def words(self, size: int) -> str:
         """Return the reason for micro-batches of ``size`` rows, as a phrase."""
-        why, share = f"{size * self.row:,} tokens, where {self.fills:,} fill a device", f"{self.share_tokens:,}"
-        if self.share_tokens < self.fills:
-            why = f"a device has {share} tokens of a step, fewer than the {self.fills:,} that fill it"
-        if len(self.tried) > 1:
-            why = f"the fastest of {', '.join(map(str, self.tried))} by the plan; {why}"
-        elif size < self.sizes[-1]:
-            why = f"{self.sizes[-1]} do not fit into memory; {why}"
-        return f"auto: {self.reason if self.reason and size == self.sizes[-1] else why}"
+        why = f"{size * self.row:,} tokens, where {self.fills:,} fill a device"
+        if (share := self.share_tokens) < self.fills:
+            why = f"a device has {share:,} tokens of a step, fewer than the {self.fills:,} that fill it"
+        more = f"{self.sizes[-1]} do not fit into memory; " * (size < self.sizes[-1])
+        more = f"the fastest of {', '.join(map(str, self.tried))} by the plan; " if len(self.tried) > 1 else more
+        return f"auto: {self.reason if self.reason and size == self.sizes[-1] else more + why}"

@@ -36,9 +36,7 @@ def with_best_size(request: PlanRequest) -> PlanRequest:
 
 
 def _seconds(request: PlanRequest) -> float:
-    """Return the least predicted seconds of a step of the strategies in ``COMPARED``; infinite if none fits.
-
-    Steps in which nothing is recomputed come first."""
+    """Return the least predicted seconds of a step of the strategies in ``COMPARED``; infinite if none fits."""
     seconds = [math.inf]
     for name in COMPARED:
         with suppress(UserError):  # the strategy cannot run this model on these machines
@@ -46,6 +44,5 @@ def _seconds(request: PlanRequest) -> float:
             visits = step.strategy.visits(request.micro_batches, request.topology, request.settings)
             for number in () if unplayed(request, step) else visits:
                 ways = [with_settings(step, micro_batches_per_visit=number, recompute=way) for way in ("none", "full")]
-                fitting = [way for way in ways if holds(request, way)]
-                seconds += [predict(request, way).step_seconds for way in fitting[:1]]
+                seconds += [predict(request, way).step_seconds for way in ways if holds(request, way)]
     return min(seconds)

@@ -68,8 +68,7 @@ def batch_words(batch: BatchShape, packs: Packs | None, balance: Balance | None)
     """
     if packs is None:
         each = f"of up to {batch.row_tokens}" if batch.packing == "none" else f"x {batch.row_tokens}"
-        why = f" ({batch.why})" if batch.why else ""
-        return f"{batch.rows} sequences {each} tokens, micro-batches of {batch.micro_batch}{why}"
+        return f"{batch.rows} sequences {each} tokens, micro-batches of {batch.micro_batch}{batch.why}"
     shared = (
         f", {packs.shape[0]} of them of packed micro-batches that {packs.ranks} processes share"
         if packs.shape[0]

@@ -34,7 +34,7 @@ class BatchShape:
         bin_tokens: under ``balanced``, the tokens that a process computes at one time at most; 0 elsewhere.
         ranks: processes that compute a row together.
         slices: True if a pipeline takes a document longer than a packed micro-batch in slices.
-        why: reason for ``micro_batch`` or ``bin_tokens``, if the run chose it; else ``""``.
+        why: reason for ``micro_batch``, as words in brackets, if the run chose it; else ``""``.
     """
 
     packing: str
