@@ -148,9 +148,10 @@ def test_plan_takes_the_largest_size_that_fits(monkeypatch):
 
 
 @pytest.mark.slow
-def test_command_says_once_that_a_step_has_too_few_tokens(capsys):
+def test_command_says_once_that_a_step_has_too_few_tokens(capsys, tmp_path):
     words = "plan --model tiny --topology 1x1 --device-name H100 --sequence-length 512 --global-batch 8"
-    assert main(words.split()) == 0
+    assert main([*words.split(), "--report", str(tmp_path / "plan.html")]) == 0
+    assert "micro-batches of 8 (auto: the fastest of 4, 8" in (tmp_path / "plan.html").read_text()
     said = capsys.readouterr().out
     assert said.count("fewer than the 16,384 that fill it") == 1
     assert "micro-batches of 8 (auto: the fastest of 4, 8 by the plan; a device has 4,096 tokens of a step" in said

@@ -260,7 +260,8 @@ def lines(
     yield from ("", plan.reason)
     yield from filter(None, (plan.memory, plan.micro_batch))
     if plan.chosen is None:
-        yield from (f"would fit: {way}" for way in WouldFit(plan.request, config, ask).ways())
+        of_size = lambda other: ask(other).with_micro_batch(plan.request.micro_batch)  # noqa: E731
+        yield from (f"would fit: {way}" for way in WouldFit(plan.request, config, of_size).ways())
     if plan.chosen and (words := other_rows(plan.request, plan.chosen)):
         yield words
     if plan.chosen and plan.runner_up and (words := crossing(plan.request, plan.chosen, plan.runner_up)):

@@ -344,10 +344,8 @@ def _flash_factor(chain: Chain, machine: Machine, row: int) -> float:
 
 def draws_dropout(chain: Chain) -> bool:
     """Return True if the model's config or its adapter sets any dropout above 0."""
-    values = chain.config.get_text_config().to_dict() | {
-        "adapter drop": adapter_facts(chain.outer_model).get("dropout")
-    }
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values.items())
+    values = [*chain.config.get_text_config().to_dict().items(), *adapter_facts(chain.outer_model).items()]
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in values)
 
 
 def filling_of(chain: Chain, topology: Topology, kind: str, settings: ScheduleSettings, rows: int, row: int) -> Filling:

@@ -20,10 +20,10 @@ def with_best_size(request: PlanRequest) -> PlanRequest:
     """Return the request with the micro-batch whose step is predicted to be the fastest; see ``PlanRequest.filling``.
 
     Sizes are tried from the largest down, until one that fits is not faster by ``GAIN`` than the one before. If no
-    strategy in ``COMPARED`` fits on the devices, the result has the smallest size. A request with a given micro-batch
-    is returned unchanged.
+    strategy in ``COMPARED`` fits on the devices, the result has the smallest size. A request without a choice is
+    returned unchanged.
     """
-    if request.filling is None:
+    if request.filling is None or len(request.filling.sizes) == 1:
         return request
     best, best_s, tried = request.filling.sizes[0], math.inf, list[int]()
     for size in request.filling.sizes[::-1]:
