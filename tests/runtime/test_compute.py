@@ -32,6 +32,7 @@ class SmallChain:
 
     device, alone, name, along_tokens = torch.device("cpu"), "", "Small", ()
     model = SimpleNamespace(training=True)
+    own_code = False
 
     def __init__(self, layer: Callable[[Tensor, Tensor], Tensor] = lambda hidden, weight: hidden * weight[0]) -> None:
         self._layer, self.bound = layer, dict[int, Tensor]()
