@@ -5,6 +5,7 @@ This module knows nothing of processes, transfers or schedules. All calls of one
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -30,6 +31,8 @@ from tawpipe.model.discovery.discovery import Discovery, discover, embedding_wid
 from tawpipe.model.discovery.first_call import ValuesBefore, first_call
 from tawpipe.model.experts.adapted import take_adapters
 from tawpipe.model.experts.balance import ExpertBalance, RoutedTokens, balance_of
+from tawpipe.model.fused.operations import EAGER, Operations
+from tawpipe.model.fused.places import Place, change_places, plain_again
 from tawpipe.model.kernels import Documents
 from tawpipe.model.loss import Loss, check_loss, sum_of_loss, token_loss_sum
 from tawpipe.model.mixers.in_turn import embed_in_turn
@@ -100,6 +103,8 @@ class Chain(UnitBinding):
             text.output_router_logits = False
         self.balance: ExpertBalance | None = None
         """The loss that balances experts; None for none. ``balance_experts`` sets it."""
+        self.operations = EAGER
+        """Functions that compute norms, rotary embeddings and gates of layers. ``compute_by`` sets it."""
         attention.register()
         self.own_attention: str = self.model.config._attn_implementation
         """Name of the attention implementation that the model used before."""
@@ -212,6 +217,12 @@ class Chain(UnitBinding):
             self.balance.remove()
         self.balance, words = balance_of(self.model, self.layers, value, asked=self.asked_for_balance)
         return words
+
+    def compute_by(self, operations: Operations) -> Counter[Place]:
+        """Compute norms, rotary embeddings and gates of layers by ``operations``; return the number of each form."""
+        plain_again(self.model)
+        self.operations = operations
+        return Counter() if operations is EAGER else change_places(self.layers, operations)
 
     def quantise(self, form: str, dtype: torch.dtype) -> None:
         """Store and send frozen matrices of layers in 4 or 8 bits; arguments as in ``quantised``.

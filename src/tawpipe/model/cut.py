@@ -15,6 +15,7 @@ from torch import nn
 from tawpipe.model.buffers import materialize_buffers
 from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.discovery.discovery import kind_of
+from tawpipe.model.fused.places import plain_again
 from tawpipe.model.weights import WeightSource
 
 MOST_LAYERS = 8
@@ -77,7 +78,7 @@ def _shape(shape: tuple[int, ...], cut: Cut) -> tuple[int, ...]:
 def small_copy(chain: Chain, source: WeightSource, cut: Cut, dtype: torch.dtype) -> nn.Module:
     """Return a copy of the chain's model with the first layers only, on the CPU, without dropout and noise.
 
-    A ``peft`` wrapper is copied as well. Every value is disturbed by noise with a fixed seed.
+    A ``peft`` wrapper is copied as well, fused kernels are not. Every value is disturbed by noise with a fixed seed.
 
     Args:
         chain: the model.
@@ -101,6 +102,7 @@ def small_copy(chain: Chain, source: WeightSource, cut: Cut, dtype: torch.dtype)
             value = value + DISTURBANCE * torch.randn(value.shape, generator=generator, dtype=dtype)
             memo[id(originals[slot.name])] = nn.Parameter(value, originals[slot.name].requires_grad)
     copy = deepcopy(chain.outer_model, memo)
+    plain_again(copy)
 
     model = inner_model(copy)
     *above, name = chain.path.split(".")

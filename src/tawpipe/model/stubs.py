@@ -227,11 +227,11 @@ def view_with_layers(model: nn.Module, path: str, layers: Sequence[nn.Module]) -
     Returns:
         The view, and all modules that it does not share with the model. Each of them has its own ``training`` flag.
     """
-    root = _shallow(model)
+    root = shallow(model)
     unshared, at = [root], root
     *above, name = path.split(".")
     for part in above:
-        at._modules[part] = at = _shallow(getattr(at, part))
+        at._modules[part] = at = shallow(getattr(at, part))
         unshared.append(at)
     stubs = nn.ModuleList(layers)
     stubs.train(model.training)
@@ -239,7 +239,7 @@ def view_with_layers(model: nn.Module, path: str, layers: Sequence[nn.Module]) -
     return root, [*unshared, stubs, *layers]
 
 
-def _shallow(module: nn.Module) -> Any:
+def shallow(module: nn.Module) -> Any:
     """Return a module with the attributes, parameters and buffers of ``module``, but its own list of children."""
     copy = module.__class__.__new__(module.__class__)
     copy.__dict__.update(module.__dict__)

@@ -12,6 +12,7 @@ OPTIONS = {
     "device": "--device",
     "freeze": "--freeze",
     "injector": "--inject",
+    "kernels": "--kernels",
     "local_rank": "--nproc",
     "merge": "--export.merge",
     "model": "--model",

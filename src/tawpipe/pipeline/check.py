@@ -23,6 +23,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import IGNORE, MicroBatch
 from tawpipe.model.chain import Chain, inner_model
 from tawpipe.model.cut import plan_cut, small_copy
+from tawpipe.model.fused.operations import EAGER, STAND_IN
 from tawpipe.model.loss import Loss, sum_of_loss
 from tawpipe.model.refuse import NOT_CAUSAL, unsupported
 from tawpipe.model.stubs import HIDDEN, taken_by
@@ -369,9 +370,11 @@ def check_on_rank_0(
         """Take one step of ``copy`` as a pipeline; return loss, gradients and hidden states."""
         alone = World(Topology.grid(1, 1), 0, torch.device("cpu"), None)
         still = lambda parameters: torch.optim.SGD(parameters, lr=0.0)  # noqa: E731
+        small = Chain(copy, loss=loss)
+        # Fused kernels need a GPU; stand-ins show that they are in the right places.
+        small.compute_by(EAGER if chain.operations is EAGER else STAND_IN)
         pipe = pipeline(
-            copy,
-            loss=loss,
+            small,
             optimizer=still,
             dtype=dtype,
             micro_batch=batch.input_ids.shape[0],

@@ -39,6 +39,7 @@ from tawpipe.model.refuse import settle_mtp
 from tawpipe.model.weights import WeightSource
 from tawpipe.pipeline.batch import Deal, LocalBatch, Share
 from tawpipe.pipeline.check import check_on_rank_0, is_tested, slices_of_documents
+from tawpipe.pipeline.kernels import choose_kernels
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.setup import (
     CheckSettings,
@@ -160,6 +161,8 @@ class Pipeline:
         if chain is not model and chain.asked_for_balance:
             logger.warning("%s", words)
         refuse_cut_rows(chain, settings)
+        self.kernels = choose_kernels(chain, training.kernels, world, self.dtype)
+        """Line about the kernels for norms, rotary embeddings and gates, or ``""``; see ``choose_kernels``."""
         self.work = training.work or work_of(chain)
         source = values_alike(chain, weights, training.seed, world)
 

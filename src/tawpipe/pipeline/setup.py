@@ -18,6 +18,7 @@ from tawpipe.model.facts import Facts, config_facts
 from tawpipe.model.files.pretrained import SafetensorsSource
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.weights import InitSource, ModuleSource, WeightSource
+from tawpipe.pipeline.kernels import KERNELS
 from tawpipe.pipeline.schedules import Schedules
 from tawpipe.pipeline.sizes import widths_of
 from tawpipe.runtime.alike import read_alike
@@ -66,6 +67,8 @@ class TrainingSettings:
         without_mtp: train and export the model without its multi-token-prediction heads, which cannot be trained here.
         balance: loss that balances experts: ``none``, ``auto`` for the coefficient in the model's config, or a
             coefficient. None means ``auto`` if ``output_router_logits`` is true in the config, else ``none``.
+        kernels: functions that compute norms, rotary embeddings and gates of layers: ``eager``, ``fused`` or ``auto``;
+            see ``choose_kernels``.
     """
 
     clip_norm: float | None = 1.0
@@ -77,6 +80,7 @@ class TrainingSettings:
     quantize: str = NONE
     without_mtp: bool = False
     balance: str | float | None = None
+    kernels: str = AUTO
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,8 @@ def refuse_values(
         raise UserError("dtype", dtype, "torch.float32, torch.bfloat16, torch.float64 or 'auto'")
     if training.clip_norm is not None and not training.clip_norm > 0:
         raise UserError("clip_norm", training.clip_norm, "above 0, or None for no clipping")
+    if training.kernels not in KERNELS:
+        raise UserError("kernels", training.kernels, ", ".join(KERNELS))
     if training.seed < 0:
         raise UserError("seed", training.seed, "0 or more")
 

@@ -28,6 +28,7 @@ from tawpipe.model.files.carried import NOTHING_CARRIED, Carried
 from tawpipe.model.files.missing import mixer_words
 from tawpipe.model.rope import rope_words
 from tawpipe.options import Open
+from tawpipe.pipeline.kernels import choose_kernels
 from tawpipe.pipeline.setup import refuse_cut_rows, refuse_settings
 from tawpipe.plan.answer.would_fit import WouldFit
 from tawpipe.plan.cost.filling import FILLS, Filling
@@ -250,6 +251,7 @@ def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
     config = replace(config, quantize=_form_of(config.quantize, built, chain, run.start))
     console.notice(built.published_words(config.quantize), run.model.balance_words, built.wide_words(chain, dtype))
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
+    console.notice(choose_kernels(chain, config.kernels, world, dtype))
     optimizer, line = resumed_factory(factory_of(config), run.start, chain.units)
     console.notice(line)
     run = replace(run, config=config)

@@ -365,6 +365,7 @@ def _make_pipeline(prepared: Prepared, world: World, injector: Injector | None) 
             quantize=config.quantize,
             without_mtp=config.without_mtp,
             balance=config.experts.balance,
+            kernels=config.kernels,
         ),
         checks=CheckSettings(check=config.check, timeout=first_step, strict=config.strict, injector=injector),
     )

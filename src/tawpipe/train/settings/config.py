@@ -317,6 +317,10 @@ class TrainConfig(DataSettings):
     so for models that the project's tests do not cover (docs/models.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on. auto uses GPUs if there are any."""
+    kernels: Literal["eager", "fused", "auto"] = "auto"
+    """Kernels for the norms, rotary embeddings and gates of layers. eager: the model's own code. fused: Liger's, on
+    GPUs with liger-kernel, for the parts of the model that compute the same as those; they are compared before the
+    first step. auto: fused on devices on which a committed result shows that it is faster, else eager."""
     compile: bool = False
     """Compile the layers with torch.compile. The first step takes a minute or more longer."""
     strict: bool = False

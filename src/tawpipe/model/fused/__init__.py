@@ -1,0 +1,1 @@
+"""Functions that compute norms, rotary embeddings and gates of layers, and the places where a model uses them."""
