@@ -185,4 +185,4 @@ def largest_difference(place: Place, operations: Operations, device: torch.devic
         outputs = [outputs] if isinstance(outputs, Tensor) else [*outputs]
         results = [output.detach().clone() for output in outputs]
         values.append([*results, *torch.autograd.grad(outputs, leaves, [result.roll(1, -1) for result in results])])
-    return max(float((value - expected).norm() / expected.norm()) for expected, value in zip(*values, strict=True))
+    return max(((value - expected).norm() / expected.norm()).item() for expected, value in zip(*values, strict=True))
