@@ -21,7 +21,7 @@ from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Schedule
 
 PRIME = 2**31 - 1
-INPUTS, KEPT = ("x", "host"), ("graph", "kept", "hostkept", "hostgraph")
+INPUTS, KEPT = ("x", "host"), ("graph", "kept", "products", "hostkept", "hostgraph", "hostproducts")
 """The beginnings of buffers that hold a block's input, and what a block keeps besides or in its place."""
 
 

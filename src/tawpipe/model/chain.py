@@ -221,8 +221,9 @@ class Chain(UnitBinding):
     def compute_by(self, operations: Operations) -> Counter[Place]:
         """Compute norms, rotary embeddings and gates of layers by ``operations``; return the number of each form."""
         plain_again(self.model)
-        self.operations = operations
-        return Counter() if operations is EAGER else change_places(self.layers, operations)
+        places = Counter[Place]() if operations is EAGER else change_places(self.layers, operations)
+        self.operations = operations if places else EAGER
+        return places
 
     def quantise(self, form: str, dtype: torch.dtype) -> None:
         """Store and send frozen matrices of layers in 4 or 8 bits; arguments as in ``quantised``.

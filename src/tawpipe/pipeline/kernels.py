@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
+from tawpipe.errors import UserError
 from tawpipe.model.chain import Chain
-from tawpipe.model.fused.operations import EAGER, PACKAGE, liger, missing_package
+from tawpipe.model.fused.operations import EAGER, KEEPING_INPUTS, PACKAGE, liger, missing_package
 from tawpipe.model.fused.places import KINDS, largest_difference
 from tawpipe.runtime.world import World
+from tawpipe.schedule.settings import ELEMENTWISE
 
 KERNELS = ("eager", "fused", "auto")
 """Values of ``TrainingSettings.kernels``."""
@@ -17,7 +19,7 @@ FASTER: Mapping[str, str] = {}
 """Name of a device -> folder below benchmarks/results which shows that fused kernels are faster there."""
 
 
-def choose_kernels(chain: Chain, kernels: str, world: World, dtype: torch.dtype) -> str:
+def choose_kernels(chain: Chain, kernels: str, world: World, dtype: torch.dtype, recompute: str) -> str:
     """Choose the functions that compute norms, rotary embeddings and gates of layers; call on all ranks.
 
     Fused kernels are compared with the definitions of these functions on the device: outputs and gradients of random
@@ -28,13 +30,23 @@ def choose_kernels(chain: Chain, kernels: str, world: World, dtype: torch.dtype)
         kernels: one of ``KERNELS``. ``auto`` is ``fused`` on devices in ``FASTER``, if that works, else ``eager``.
         world: all processes.
         dtype: dtype in which blocks compute.
+        recompute: value of the setting. With ``elementwise``, norms and gates keep only their inputs in any case.
 
     Returns:
         A line about the choice, or ``""`` if nothing was to be chosen: on CPUs under ``auto``, or for such a chain.
 
     Raises:
-        UserError: ``fused`` does not work on some rank; on all ranks.
+        UserError: ``fused`` does not work on some rank; on all ranks. Or ``elementwise`` finds no norms and gates.
     """
+    words = _chosen(chain, kernels, world, dtype)
+    if ELEMENTWISE in recompute and chain.operations is EAGER and not chain.compute_by(KEEPING_INPUTS):
+        expected = f"full, selective or none: layers of {chain.name} have no norms and gates that can be computed apart"
+        raise UserError("schedule.recompute", recompute, expected)
+    return words
+
+
+def _chosen(chain: Chain, kernels: str, world: World, dtype: torch.dtype) -> str:
+    """Put fused kernels into the chain if they are chosen; return a line about them; see ``choose_kernels``."""
     if chain.operations is not EAGER or kernels == "eager" or (kernels == "auto" and world.device.type != "cuda"):
         return ""
     why, words = _take_fused(chain, kernels, world.device, dtype)

@@ -161,7 +161,7 @@ class Pipeline:
         if chain is not model and chain.asked_for_balance:
             logger.warning("%s", words)
         refuse_cut_rows(chain, settings)
-        self.kernels = choose_kernels(chain, training.kernels, world, self.dtype)
+        self.kernels = choose_kernels(chain, training.kernels, world, self.dtype, settings.recompute)
         """Line about the kernels for norms, rotary embeddings and gates, or ``""``; see ``choose_kernels``."""
         self.work = training.work or work_of(chain)
         source = values_alike(chain, weights, training.seed, world)

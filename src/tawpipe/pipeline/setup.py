@@ -33,7 +33,7 @@ from tawpipe.runtime.transport.transport import Transport
 from tawpipe.runtime.watch.faults import Injector
 from tawpipe.runtime.world import World
 from tawpipe.schedule.buffers import Kind
-from tawpipe.schedule.settings import ScheduleSettings
+from tawpipe.schedule.settings import ELEMENTWISE, ScheduleSettings
 from tawpipe.schedule.sizes.footprint import home_bytes
 from tawpipe.schedule.step import StepSpec
 from tawpipe.topology import Topology
@@ -253,8 +253,9 @@ def refuse_host(
 def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory, compile_layers: bool) -> None:
     """Raise UserError if this model, this optimizer or ``compile_layers`` cannot run under the strategy of ``step``.
 
-    Refused are: compiled layers if the strategy splits backward passes, a model that cannot be cut into pipeline stages
-    if the strategy has stages, and an optimizer that needs whole matrices if the strategy cuts them.
+    Refused are: compiled layers if the strategy splits backward passes, or if results are computed again; a model that
+    cannot be cut into pipeline stages if the strategy has stages; and an optimizer that needs whole matrices if the
+    strategy cuts them.
 
     Args:
         chain: the model.
@@ -263,6 +264,9 @@ def refuse_strategy(chain: Chain, step: StepSpec, *, optimizer: OptimizerFactory
         compile_layers: True if layers are compiled.
     """
     strategy = step.strategy
+    if compile_layers and Kind.PRODUCTS in step.kept:
+        expected = f"false with schedule.recompute {ELEMENTWISE}: a compiler decides by itself what layers keep"
+        raise UserError("compile_layers", True, expected)
     if compile_layers and Kind.LINEAR in step.kept:
         expected = f"false under {strategy.name}, whose backward passes are taken apart"
         raise UserError("compile_layers", True, expected)

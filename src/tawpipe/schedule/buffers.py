@@ -43,6 +43,8 @@ class Kind(StrEnum):
     """A block's whole autograd graph, kept for its backward pass (micro-batch, block)."""
     ATTENTION = "kept"
     """A block's attention output, kept for its backward pass (micro-batch, block)."""
+    PRODUCTS = "products"
+    """A block's autograd graph without results of norms and gates, kept for its backward pass (micro-batch, block)."""
     LINEAR = "lin"
     """Inputs of a layer's matrix products and gradients of their outputs, kept between the two parts of its backward
     pass (micro-batch, block)."""
@@ -52,12 +54,16 @@ class Kind(StrEnum):
     """A block's attention output in CPU memory or in a file (micro-batch's position in its round, block)."""
     OFFLOADED_GRAPH = "hostgraph"
     """Tensors that a block's autograd graph saves, in CPU memory (slot among the offloaded ones, block)."""
+    OFFLOADED_PRODUCTS = "hostproducts"
+    """Tensors that a graph without results of norms and gates saves, in CPU memory (slot, block)."""
     RELOADED = "reload"
     """Device buffer for a reloaded block input (block number modulo 2, micro-batch's position in its round)."""
     RELOADED_ATTENTION = "reloadkept"
     """Device buffer for a reloaded attention output, on whole rows (block number modulo 2, position in the round)."""
     RELOADED_GRAPH = "reloadgraph"
     """Device buffer for the reloaded tensors of an autograd graph (block number modulo 2, position in the round)."""
+    RELOADED_PRODUCTS = "reloadproducts"
+    """Device buffer for the reloaded tensors of such a graph (block number modulo 2, position in the round)."""
     KEYS = "kv"
     """A layer's keys and values: of this rank's tokens until they are gathered, then of all tokens (micro-batch,
     block)."""
@@ -93,8 +99,10 @@ TRAVELLING = frozenset({Kind.INPUT, Kind.INPUT_GRADIENT, Kind.IDS})
 BOUNDARIES = (Kind.INPUT, Kind.INPUT_GRADIENT, Kind.OFFLOADED, Kind.RELOADED)
 """Kinds of activations of the size of a block's input: tokens x hidden size."""
 AWAY = {Kind.INPUT: Kind.OFFLOADED, Kind.ATTENTION: Kind.OFFLOADED_ATTENTION, Kind.GRAPH: Kind.OFFLOADED_GRAPH}
+AWAY[Kind.PRODUCTS] = Kind.OFFLOADED_PRODUCTS
 """Kind of an activation kept for a backward pass -> kind of its offloaded copy in CPU memory."""
 BACK = {Kind.INPUT: Kind.RELOADED, Kind.ATTENTION: Kind.RELOADED_ATTENTION, Kind.GRAPH: Kind.RELOADED_GRAPH}
+BACK[Kind.PRODUCTS] = Kind.RELOADED_PRODUCTS
 """Kind of an activation kept for a backward pass -> kind of its reloaded copy on the device. Used by strategies whose
 blocks alternate between two reload buffers."""
 OUTSIDE = frozenset(AWAY.values())

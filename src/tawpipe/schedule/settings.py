@@ -17,7 +17,9 @@ from tawpipe.schedule.spec import ModelSpec
 
 Compression = Literal["none", "exact", "int8", "fp8"]
 AUTO_RECOMPUTE = "auto"
-RECOMPUTE: dict[str, Kind | None] = {"full": None, "selective": Kind.ATTENTION, "none": Kind.GRAPH}
+ELEMENTWISE = "elementwise"
+RECOMPUTE: dict[str, Kind | None] = {"full": None, "selective": Kind.ATTENTION}
+RECOMPUTE |= {ELEMENTWISE: Kind.PRODUCTS, "none": Kind.GRAPH}
 """Value of ``recompute`` -> kind of activation that is kept instead of recomputed, in addition to the block's input."""
 
 
@@ -75,8 +77,9 @@ class ScheduleSettings:
     first of these that fits; without a plan none."""
     recompute: str = "auto"
     """Part of a layer that its backward pass recomputes to save memory. full: everything. selective: everything but
-    attention, whose outputs are kept, and for rows in chunks the states of mixers. none: nothing, which needs the most
-    memory and a quarter less computation. A list sets it per layer, from the last layer backwards:
+    attention, whose outputs are kept, and for rows in chunks the states of mixers. elementwise: norms and gates, which
+    takes little time and about half the memory of none. none: nothing, which needs the most memory and a quarter less
+    computation. A list sets it per layer, from the last layer backwards:
     none:4,selective:8,full. By default (auto) a plan chooses. Without a plan a run takes none if that fits into 85 % of
     the free memory, else full. A resumed run keeps its value. In the library auto means full."""
     keep_mib: int | None = bounded(None, minimum=0)
@@ -207,9 +210,9 @@ def recompute_of_blocks(setting: str, model: ModelSpec) -> tuple[str, ...]:
     ('full', 'full', 'selective', 'selective', 'none', 'full')
 
     Args:
-        setting: ``full``, ``selective`` or ``none`` for all layers. Or a list of them, separated by commas, each with a
-            number of layers, from the last layer backwards; the last one without a number is for the rest. ``auto``
-            means ``full``.
+        setting: ``full``, ``selective``, ``elementwise`` or ``none`` for all layers. Or a list of them, separated by
+            commas, each with a number of layers, from the last layer backwards; the last one without a number is for
+            the rest. ``auto`` means ``full``.
         model: sizes of the model.
 
     Raises:

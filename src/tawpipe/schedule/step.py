@@ -78,7 +78,7 @@ class StepSpec:
         return recompute_of_blocks(self.settings.recompute, self.model)
 
     def recomputes(self, block: int, micro_batch: int = -1) -> str:
-        """Return how much the backward pass of ``block`` recomputes: ``full``, ``selective`` or ``none``.
+        """Return how much the backward pass of ``block`` recomputes: one of ``RECOMPUTE``.
 
         Always ``full`` for a micro-batch that is a slice of a document.
         """
@@ -238,6 +238,7 @@ class Planner:
         chunks: chunk sizes (tokens) in which rows may be computed, ascending.
         micro_batches_of: function that returns the number of micro-batches of a step under a strategy.
         keeps_attention: function that returns True if the attention output can be kept in a step.
+        keeps_products: True if all results but those of norms and gates can be kept.
         least_s: function that returns a lower bound of the seconds of a step under a strategy; infinite if impossible.
         costs_of: function that makes the costs for a pipeline over some positions (``pipelines.work.PipelineCosts``).
         lacking_bytes: function that returns the bytes that a device lacks under a strategy with some settings; 0 or
@@ -252,6 +253,7 @@ class Planner:
     chunks: tuple[int, ...]
     micro_batches_of: Callable[[Strategy], int]
     keeps_attention: Callable[[StepSpec], bool]
+    keeps_products: bool
     least_s: Callable[[Strategy], float]
     costs_of: Callable[..., Any]
     lacking_bytes: Callable[..., int]
@@ -535,7 +537,8 @@ class Strategy(ABC):
             yield {"recompute": "selective"} | ({} if settings.sequence_chunk else {"offloaded_layers": 0})
         for share in (4, 2, 1) if layers else ():
             last = max(1, layers // share)
-            yield {"recompute": f"none:{last},full", "offloaded_layers": min(offloaded, layers - last)}
+            for how in ("elementwise", "none") if planner.keeps_products else ("none",):
+                yield {"recompute": f"{how}:{last},full", "offloaded_layers": min(offloaded, layers - last)}
 
     def remark(self, step: StepSpec) -> str:
         """Return a remark on a step for a plan's table, or ``""``."""

@@ -11,6 +11,7 @@ from tawpipe.dealing.balance import Packs, pairs_within
 from tawpipe.errors import UserError
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import OUTSIDE, Kind
+from tawpipe.schedule.settings import ELEMENTWISE
 from tawpipe.schedule.spec import EXACT_WIDTH, share_packs
 
 KEYS_SHARE = 0.04
@@ -19,6 +20,8 @@ KEYS_SHARE = 0.04
 ID_BYTES = 8
 """Bytes of a sampled token."""
 REDUCE_SCATTERS = ("pairwise", "ring")
+ELEMENTWISE_SHARE = 0.15
+"""Part of a layer's forward pass that computes norms and gates."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,8 @@ class CostModel:
         homes: link between a device and homes in its host's memory, while all devices of the node use it.
         master_bytes, optimizer_states: see ``Widths``; for homes in host memory.
         boundary_bytes: bytes of a boundary activation per token.
-        kept_bytes, graph_bytes: bytes that a layer keeps per token, with selective recomputation and with none.
+        kept_bytes, graph_bytes, products_bytes: bytes that a layer keeps per token, with selective recomputation, with
+            none, and with that of norms and gates.
         key_elements: elements of a layer's keys and values per token.
         ranks: ranks that compute a micro-batch together, see ``with_cp_groups``.
         shared: micro-batches below this number are computed by several ranks; None for all.
@@ -266,6 +270,7 @@ class CostModel:
     boundary_bytes: int = 0
     kept_bytes: float = 0.0
     graph_bytes: float = 0.0
+    products_bytes: float = 0.0
     key_elements: int = 0
     ranks: int = 1
     shared: int | None = None
@@ -364,13 +369,14 @@ class CostModel:
             rank: the rank.
             block: index of the block.
             micro_batch: index of the micro-batch.
-            recompute: ``full``, ``selective`` or ``none``. Blocks in ``kept`` recompute nothing in any case.
+            recompute: one of ``RECOMPUTE``. Blocks in ``kept`` recompute nothing in any case.
         """
         cost = self._block(block)
         size = self._size(micro_batch, cost.window)
         recompute = "none" if block in self.kept.get(micro_batch, ()) else recompute
-        saved = {"full": Seconds(), "selective": cost.attention, "none": cost.forward}[recompute]
-        return (cost.backward.of(size) - saved.of(size)) * self.compute_factor.get(rank, 1.0)
+        saved = {"full": Seconds(), "selective": cost.attention, "none": cost.forward}
+        saved[ELEMENTWISE] = cost.forward.times(1 - ELEMENTWISE_SHARE)
+        return (cost.backward.of(size) - saved[recompute].of(size)) * self.compute_factor.get(rank, 1.0)
 
     def unpack_s(self, rank: int, block: int) -> float:
         """Return the seconds in which ``rank`` dequantises a block's packed units once, as for every visit."""
@@ -414,6 +420,7 @@ class CostModel:
         used = (*action.reads, *action.writes)
         kind = next((buffer.kind for buffer in used if buffer.kind in OUTSIDE), Kind.OFFLOADED)
         each = {Kind.OFFLOADED_ATTENTION: self.kept_bytes, Kind.OFFLOADED_GRAPH: self.graph_bytes}
+        each[Kind.OFFLOADED_PRODUCTS] = self.products_bytes
         return each.get(kind, self.boundary_bytes) * self._size(action.micro_batch).tokens
 
     def host_s(self, action: Action) -> float:

@@ -251,7 +251,7 @@ def build(run: ReadRun, world: World, console: Console) -> BuiltRun:
     config = replace(config, quantize=_form_of(config.quantize, built, chain, run.start))
     console.notice(built.published_words(config.quantize), run.model.balance_words, built.wide_words(chain, dtype))
     activate_flash(world.device, dtype, lambda: chain.config.get_text_config())
-    console.notice(choose_kernels(chain, config.kernels, world, dtype))
+    console.notice(choose_kernels(chain, config.kernels, world, dtype, config.schedule.recompute))
     optimizer, line = resumed_factory(factory_of(config), run.start, chain.units)
     console.notice(line)
     run = replace(run, config=config)

@@ -18,6 +18,10 @@ LLAMA, GEMMA = "llama", "gemma"
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
+_CALL = "_tawpipe_call"
+"""Attribute of a result: the ``Again`` that computes it."""
+
+
 class Operations(NamedTuple):
     """Implementation of the three functions.
 
@@ -59,6 +63,55 @@ def _gate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
+class Again:
+    """Call of a function whose result is computed again in the backward pass, once, instead of being kept.
+
+    Args:
+        run: the function.
+        inputs: its arguments. ``pack`` replaces the tensors among them by what is kept of them.
+    """
+
+    def __init__(self, run: Callable[..., Tensor], inputs: tuple[Any, ...]) -> None:
+        self._run, self._inputs = run, inputs
+        self._packed = False
+        self._value: Tensor | None = None
+
+    def pack(self, pack: Callable[[Tensor], Any]) -> None:
+        """Replace each tensor among the inputs by ``pack(tensor)``, at the first call."""
+        if not self._packed:
+            self._inputs = tuple(pack(each) if isinstance(each, Tensor) else each for each in self._inputs)
+            self._packed = True
+
+    def compute(self, unpack: Callable[[Any], Any]) -> Tensor:
+        """Return the result; computed at the first call, from ``unpack(input)`` for every input."""
+        if self._value is None:
+            with torch.no_grad():
+                self._value = self._run(*map(unpack, self._inputs))
+        return self._value
+
+
+def noted(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return ``run(*inputs)``; where a graph is made, ``again_of`` finds this call by the result or a view of it."""
+    output = run(*inputs)
+    if output.requires_grad and not torch.compiler.is_compiling():
+        vars(_whole(output))[_CALL] = Again(run, inputs)
+    return output
+
+
+def again_of(tensor: Tensor) -> Again | None:
+    """Return the call that computed the tensor of which ``tensor`` is a view, or None."""
+    return vars(_whole(tensor)).get(_CALL)
+
+
+def forget_call(tensor: Tensor) -> None:
+    """Let ``again_of`` find nothing for ``tensor``, whose memory is about to change."""
+    vars(_whole(tensor)).pop(_CALL, None)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor._base
+
+
 class _Again(torch.autograd.Function):
     """Function that keeps only its inputs, and computes itself again in the backward pass."""
 
@@ -96,7 +149,9 @@ def _in_place(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Ten
 
 EAGER = Operations("eager", _norm, _rotary, _gate)
 """The definitions, as autograd differentiates them."""
-STAND_IN = Operations("stand-in", partial(_again, _norm), _in_place, partial(_again, _gate))
+KEEPING_INPUTS = Operations("keeping-inputs", partial(_again, _norm), _rotary, partial(_again, _gate))
+"""The definitions, where norms and gates keep only their inputs."""
+STAND_IN = KEEPING_INPUTS._replace(name="stand-in", rotary=_in_place)
 """The definitions with the side effects of fused kernels: shows on a CPU that a model may use these."""
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tawpipe.model.fused.operations import ACTIVATIONS, EAGER, GEMMA, LLAMA, Operations
+from tawpipe.model.fused.operations import ACTIVATIONS, EAGER, GEMMA, LLAMA, Operations, forget_call, noted
 from tawpipe.model.stubs import shallow
 
 ROTARY = "apply_rotary_pos_emb"
@@ -132,11 +132,11 @@ def _changed(plain: type, operations: Operations, kind: str, arguments: tuple[An
 
     def norm(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         (hidden,) = (*args, *kwargs.values())
-        return operations.norm(hidden, self.weight, *arguments)
+        return noted(operations.norm, hidden, self.weight, *arguments)
 
     def gate(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         (hidden,) = (*args, *kwargs.values())
-        return self.down_proj(operations.gate(self.gate_proj(hidden), self.up_proj(hidden), *arguments))
+        return self.down_proj(noted(operations.gate, self.gate_proj(hidden), self.up_proj(hidden), *arguments))
 
     forward: Any = {"norm": norm, "gate": gate}.get(kind)
     if forward is None:
@@ -161,6 +161,8 @@ def _twin(name: str, operations: Operations) -> ModuleType:
         whole = [each.ndim for each in (query, key, cos)] == [4, 4, 3] and query.dtype == key.dtype == cos.dtype
         if args or kwargs or not whole or not query.shape[-1] == key.shape[-1] == cos.shape[-1] or cos.requires_grad:
             return eager(query, key, cos, sin, *args, **kwargs)
+        for heads in (query, key):
+            forget_call(heads)
         return operations.rotary(query, key, cos, sin)
 
     setattr(twin, ROTARY, rotate)

@@ -20,6 +20,7 @@ from tawpipe.model.chain import Chain
 from tawpipe.model.files.adapters import adapter_facts
 from tawpipe.model.files.build import longest_allowed
 from tawpipe.model.flops import KNOWN_DEVICES, chain_flops, peak_flops, work_of
+from tawpipe.model.fused.operations import EAGER, KEEPING_INPUTS
 from tawpipe.model.kernels import flash_in_use
 from tawpipe.model.loss import loss_chunk
 from tawpipe.model.shapes import head_size
@@ -36,7 +37,7 @@ from tawpipe.plan.machine.probe import resident_memory
 from tawpipe.runtime.dtype import master_dtype, reduce_dtype
 from tawpipe.runtime.homes.optimizer import OptimizerFactory, WholeMatrices, name_of
 from tawpipe.runtime.memory import give_back, taken_outside_torch
-from tawpipe.schedule.settings import DEFAULT, ScheduleSettings
+from tawpipe.schedule.settings import DEFAULT, ELEMENTWISE, ScheduleSettings
 from tawpipe.schedule.sharing import share_in_cp_groups
 from tawpipe.schedule.spec import change_width
 from tawpipe.schedule.strategies.table import find
@@ -191,7 +192,7 @@ def request_of(
     """Measure or estimate the model's profile, and return the request for a plan.
 
     Args:
-        chain: chain of the model on the meta device; it is left unchanged.
+        chain: chain of the model on the meta device; it is left unchanged, but for what ``recompute`` asks for.
         machine: nodes, links and devices.
         asked: batch and settings.
         here: device of this process, on which blocks may run; the CPU by default.
@@ -201,6 +202,8 @@ def request_of(
     """
     _ = share_in_cp_groups(0, machine.topology.evened(), asked.settings)
     here = here or torch.device("cpu")
+    if ELEMENTWISE in asked.settings.recompute and chain.operations is EAGER:
+        chain.compute_by(KEEPING_INPUTS)
     try:
         with chain.borrowed():
             request = _request_of(chain, machine, asked, here)

@@ -17,6 +17,7 @@ from tawpipe.model.attention.attention_kernel import FIXED, recurs
 from tawpipe.model.attention.chunked import PAST_KEYS
 from tawpipe.model.chain import Chain
 from tawpipe.model.flops import attention_width, key_bytes, key_width
+from tawpipe.model.fused.operations import EAGER
 from tawpipe.model.shapes import num_heads
 from tawpipe.plan.cost.bench import Bench, Case
 from tawpipe.runtime.compute.attention_results import AttentionResults
@@ -51,7 +52,7 @@ def measure_memory(bench: Bench, *, tokens: int, packed: bool = False) -> BlockM
         packed: True if rows contain several documents, which attention may compute one by one.
     """
     working: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
-    kept: dict[str, float] = {"graph": 0, "kept": 0, "attention": 0, "ctx": 0, "lin": 0}
+    kept: dict[str, float] = {"graph": 0, "kept": 0, "attention": 0, "products": 0, "ctx": 0, "lin": 0}
     at_once: dict[str, int] = {}
     unpacking = 0
     longest = _longest(bench, tokens)
@@ -144,6 +145,7 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "none": lambda leaf: keep_graph(layer, leaf, case.spec.units, case.weights),
         "selective": lambda leaf: results.keep(lambda: layer(leaf)),
+        "elementwise": lambda leaf: keep_graph(layer, leaf, case.spec.units, case.weights, notes=True),
     }
 
     def alone() -> None:
@@ -180,8 +182,8 @@ def _weigh_layer(bench: Bench, block: int, case: Case) -> dict[str, float]:
     again = _steady([backward, held.clear], bench.device)[0]
     weighed["backward full"] = again.most - gradient
     weighed["lin"] = _kept_for_weights(chain, case, layer)
-    for name, kind in (("none", "graph"), ("selective", "kept")):
-        if name == "selective" and not weighed["attention"]:
+    for name, kind in (("none", "graph"), ("selective", "kept"), ("elementwise", "products")):
+        if (name == "selective" and not weighed["attention"]) or (kind == "products" and chain.operations is EAGER):
             continue
         forward_peak, _, back, _ = once(name)
         weighed[kind] = forward_peak.after  # counts the input instead of the output, which belongs to the next block
@@ -307,6 +309,7 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
         "backward full": (matrix, norms + attention + 6 * inner),
         "forward none": (0, 0),
         "backward none": (matrix, 3 * inner),
+        "backward elementwise": (matrix, 4 * inner + boundary),
         "forward selective": (0, 3 * inner + boundary),
         "backward selective": (matrix, norms + attention + 6 * inner),
     }
@@ -321,6 +324,7 @@ def estimate_memory(chain: Chain, *, dtype: torch.dtype, chunk_tokens: int) -> B
         {
             "graph": boundary + norms + attention + 3 * inner,
             "kept": boundary + queries + 4 * heads,
+            "products": (chain.operations is not EAGER) * (2 * boundary + attention + 2 * inner),
             "ctx": 2 * queries // max(1, heads) + 32,
             "lin": 4 * boundary + attention + queries + 5 * inner,
         },

@@ -255,6 +255,7 @@ class PlanRequest:
             key_elements=round(profile.memory.keys) // self.widths.weight,
             kept_bytes=profile.memory.kept.get("kept", 0.0),
             graph_bytes=profile.memory.kept.get("graph", 0.0),
+            products_bytes=profile.memory.kept.get(Kind.PRODUCTS, 0.0),
             coding=profile.coding,
             change_bytes=self.widths.change,
         )
@@ -328,8 +329,8 @@ class PlanRequest:
             dealt |= {"orders": (typical.order,) * len(set(shares))} if typical.order else {}
         step = step_of(self.model, self.topology, settings, shares, strategy=strategy, **dealt)
         why = self.why_not_staged if step.divided_over > 1 else ""
-        if self.compiled and Kind.LINEAR in step.kept:  # kept for the second part of a backward pass
-            why = why or "backward passes of compiled layers cannot be taken apart"
+        if self.compiled and step.kept & {Kind.LINEAR, Kind.PRODUCTS}:
+            why = why or "backward passes of compiled layers cannot be taken apart, nor what they keep be chosen"
         if why:
             raise UserError("schedule.strategy", step.strategy.name, f"another one: {why}", need=why)
         for unit, home in zip(self.model.units, step.homes, strict=True):

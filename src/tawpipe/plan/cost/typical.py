@@ -30,7 +30,7 @@ cent."""
 OF_DOCUMENT = frozenset((Kind.CONTEXT, Kind.KEYS, Kind.KEY_GRADIENTS))
 """Kinds of activation that a stage holds for a whole document while any of its slices is in progress. They are
 allocated with its first slice and freed together."""
-OF_TOKENS = frozenset((Kind.INPUT, Kind.INPUT_GRADIENT, Kind.GRAPH, Kind.ATTENTION, Kind.LINEAR))
+OF_TOKENS = frozenset((Kind.INPUT, Kind.INPUT_GRADIENT, Kind.GRAPH, Kind.PRODUCTS, Kind.ATTENTION, Kind.LINEAR))
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,7 @@ def planner_of(request: PlanRequest) -> Planner:
         chunks=request.chunks,
         micro_batches_of=request.micro_batches_of,
         keeps_attention=keeps_attention,
+        keeps_products=bool(request.profile.memory.kept.get(Kind.PRODUCTS)),
         least_s=least_s,
         costs_of=partial(pipeline_costs, request),
         lacking_bytes=lacking_bytes,

@@ -22,11 +22,11 @@ from tawpipe.runtime.compute.step_input import DocumentSlice, StepInput
 from tawpipe.schedule.actions import Action
 from tawpipe.schedule.buffers import KEPT, Buffer, Kind
 
-SAVED = (Kind.GRAPH, Kind.ATTENTION)
+SAVED = (Kind.GRAPH, Kind.PRODUCTS, Kind.ATTENTION)
 """Kinds of values that a layer on whole rows keeps for its backward pass instead of its input."""
 ROWS = (Kind.INPUT, Kind.OFFLOADED, Kind.RELOADED)
 """Kinds of a block's input."""
-RETURNED = (Kind.RELOADED_GRAPH, Kind.RELOADED_ATTENTION)
+RETURNED = (Kind.RELOADED_GRAPH, Kind.RELOADED_PRODUCTS, Kind.RELOADED_ATTENTION)
 """Kinds of values in ``SAVED`` that were copied back from CPU memory."""
 READ = frozenset((*SAVED, *RETURNED, *ROWS))
 """Kinds of values from which the backward pass of a layer on whole rows starts."""
@@ -132,7 +132,7 @@ class Activations:
         self.tables: dict[Kind, dict[Buffer, Any]] = {
             Kind.CONTEXT: self.batches,
             **dict.fromkeys(ROWS, self.inputs),
-            **dict.fromkeys((*SAVED, *KEPT, *RETURNED, Kind.OFFLOADED_GRAPH), self.kept),
+            **dict.fromkeys((*SAVED, *KEPT, *RETURNED, Kind.OFFLOADED_GRAPH, Kind.OFFLOADED_PRODUCTS), self.kept),
             Kind.INPUT_GRADIENT: self.gradients,
             Kind.KEYS: self.keys,
             Kind.KEY_GRADIENTS: self.key_gradients,

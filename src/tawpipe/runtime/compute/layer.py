@@ -53,7 +53,8 @@ def _output(blocks: Blocks, action: Action, hidden: Tensor, batch: DeviceBatch, 
         return output
     deferred, units = blocks.defers(b) if blocks.split_backward else None, blocks.spec.blocks[b].units
     layer = deferred.around(layer) if deferred else layer
-    output = blocks.drawing(action, step_input, lambda: keep_graph(layer, leaf, units, blocks.bound, saved))
+    graph = partial(keep_graph, notes=kept is not None and kept.kind is Kind.PRODUCTS)
+    output = blocks.drawing(action, step_input, lambda: graph(layer, leaf, units, blocks.bound, saved))
     edge = get_gradient_edge(output)
     if kept is None:  # the input stays for the backward pass anyway; keep the graph with it
         held.inputs[block_input(m, b)] = LayerGraph(leaf, edge, deferred)

@@ -1,8 +1,9 @@
 """Results that a layer keeps from its forward pass, so that its backward pass recomputes less.
 
 Weights must not be kept: for the backward pass they are loaded again, into any free buffer. ``keep_graph`` replaces
-saved weights in the graph by notes, and finds them in the buffers of the backward visit. ``AttentionResults`` keep
-attention alone, and need no notes of weights: the recomputation reads the parameters, which are bound by then.
+saved weights in the graph by notes, and finds them in the buffers of the backward visit. It also replaces results of
+norms and gates by notes that compute them again. ``AttentionResults`` keep attention alone, and need no notes: the
+recomputation reads the parameters, which are bound by then.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tawpipe.errors import UserError
 from tawpipe.model.batch import MicroBatch
 from tawpipe.model.chain import Chain
 from tawpipe.model.discovery.discovery import kind_of
+from tawpipe.model.fused.operations import Again, again_of
 from tawpipe.model.stubs import LayerCall
 from tawpipe.runtime.compute.attention_results import AttentionResults
 from tawpipe.runtime.compute.split import DeferredProducts
@@ -46,8 +48,24 @@ class _Weight:
     stride: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Result:
+    """Note that replaces a saved view of a result that is computed again."""
+
+    again: Again
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 def keep_graph(
-    layer: Layer, hidden: Tensor, units: Sequence[int], bound: Mapping[int, Tensor], saved: Saved | None = None
+    layer: Layer,
+    hidden: Tensor,
+    units: Sequence[int],
+    bound: Mapping[int, Tensor],
+    saved: Saved | None = None,
+    *,
+    notes: bool = False,
 ) -> Tensor:
     """Return ``layer(hidden)`` with its whole graph, but without keeping its weights.
 
@@ -58,6 +76,7 @@ def keep_graph(
         bound: Unit -> the flat buffer that its parameters are views of. It is read again in the backward pass, when the
             units must be bound to any buffers.
         saved: Receives the tensors that the graph saves, except weights.
+        notes: Do not keep results of norms and gates (``Again``) either; the backward pass computes them again, once.
     """
     spans = {unit: (int(bound[unit].storage_offset()), bound[unit].numel()) for unit in units}
     weights = [(unit, _place(bound[unit]), begin, begin + size) for unit, (begin, size) in spans.items()]
@@ -68,13 +87,18 @@ def keep_graph(
         for unit, of_unit, begin, end in weights:
             if place == of_unit and begin <= (offset := int(tensor.storage_offset())) < end:
                 return _Weight(unit, offset - begin, tuple(tensor.shape), tensor.stride())
+        if notes and (again := again_of(tensor)) is not None:
+            again.pack(pack)
+            return _Result(again, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         if saved is None:
-            return tensor
+            return tensor.detach() if notes else tensor
         saved.append(tensor.data)
         return saved[-1]
 
     def unpack(kept: Any) -> Tensor:
-        """Return the weight that a note stands for, in its present buffer, or the kept tensor."""
+        """Return the weight or the result that a note stands for, or the kept tensor."""
+        if isinstance(kept, _Result):
+            return kept.again.compute(unpack).as_strided(kept.size, kept.stride, kept.offset)
         if not isinstance(kept, _Weight):
             return kept
         flat = bound[kept.unit]
@@ -87,42 +111,34 @@ def keep_graph(
 def kept_per_token(chain: Chain) -> dict[str, int]:
     """Return the bytes per token that ``keep_graph`` (``graph``) and ``AttentionResults`` (``kept``) keep of a layer.
 
-    Of the latter, ``attention`` is the part without the layer's input. The numbers are counted by running the first
-    layer, the last layer and one layer of every kind on a few tokens; the largest counts. The size grows linearly with
-    the tokens, because no kernel keeps a matrix of scores. A layer's input counts. Its output does not, as it is the
-    next block's input. Tensors that all layers of a micro-batch share, such as position embeddings, do not count
-    either.
+    ``products`` is for ``keep_graph`` with notes. Of ``kept``, ``attention`` is the part without the layer's input. The
+    numbers are counted by running the first layer, the last layer and one layer of every kind on a few tokens; the
+    largest counts. The size grows linearly with the tokens, because no kernel keeps a matrix of scores. A layer's input
+    counts. Its output does not, as it is the next block's input. Tensors that all layers of a micro-batch share, such
+    as position embeddings, do not count either.
 
     Call it before the first step, while parameters are placeholders: they do not count.
     """
-    most = {"graph": 0, "kept": 0, "attention": 0}
+    most = {"graph": 0, "kept": 0, "attention": 0, "products": 0}
     for block, leaf, context in _one_of_every_kind(chain):
         units = chain.blocks[block].units
 
         @torch.no_grad()
-        def kept(block=block, leaf=leaf, context=context, units=units) -> tuple[int, int]:
-            """Run a layer; return the bytes that its graph saves, and the bytes of its attention results."""
-            stored: dict[int, Tensor] = {}
-
-            def store(saved: Tensor) -> Tensor:
-                saved = saved.detach()  # otherwise the graph would keep itself alive
-                stored[_place(saved)] = saved
-                return saved
-
-            chain.layer(block, leaf.detach().clone(), context)  # a first run, on a copy of the input
-            attention = attention_bytes(chain, lambda: chain.layer(block, leaf.detach(), context))
-            with torch.enable_grad(), saved_tensors_hooks(store, lambda saved: saved):
-                output = chain.layer(block, leaf, context)
-            stored[_place(leaf)] = leaf
+        def kept(block=block, leaf=leaf, context=context, units=units) -> tuple[int, int, int]:
+            """Run a layer; return the bytes that its graph saves, without and with notes, and those of attention."""
+            layer, saved, products = partial(chain.layer, block, calls=context), Saved(), Saved()
+            layer(leaf.detach().clone())  # a first run, on a copy of the input
+            attention = attention_bytes(chain, lambda: layer(leaf.detach()))
+            outputs = [keep_graph(layer, leaf, (), {}, saved), keep_graph(layer, leaf, (), {}, products, notes=True)]
             shared = [tensor for tensor in tree_leaves([vars(call) for call in context]) if isinstance(tensor, Tensor)]
-            others = set(map(_place, [output, *shared, *chain.parameters_of(units)]))
-            total = sum(tensor.untyped_storage().nbytes() for place, tensor in stored.items() if place not in others)
-            return total, attention
+            others = set(map(_place, [*outputs, *shared, *chain.parameters_of(units)]))
+            stored = [{_place(tensor): tensor for tensor in (*tensors, leaf)} for tensors in (saved, products)]
+            sums = [sum(t.untyped_storage().nbytes() for at, t in some.items() if at not in others) for some in stored]
+            return sums[0], sums[1], attention
 
-        total, attention = _tried(chain, block, kept, "schedule.recompute", "selective or none", "full")
-        most["graph"] = max(most["graph"], total // PROBED_TOKENS)
-        most["kept"] = max(most["kept"], (attention + leaf.nbytes) // PROBED_TOKENS)
-        most["attention"] = max(most["attention"], attention // PROBED_TOKENS)
+        graph, products, attention = _tried(chain, block, kept, "schedule.recompute", "selective or none", "full")
+        sizes = {"graph": graph, "products": products, "kept": attention + leaf.nbytes, "attention": attention}
+        most = {name: max(most[name], size // PROBED_TOKENS) for name, size in sizes.items()}
     return most
 
 

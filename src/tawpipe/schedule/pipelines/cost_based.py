@@ -36,7 +36,7 @@ from tawpipe.schedule.pipelines.strategy import (
 from tawpipe.schedule.pipelines.times import spell_times
 from tawpipe.schedule.pipelines.work import Order, PipelineCosts, makespan, play
 from tawpipe.schedule.refusal import MemoryOfPosition
-from tawpipe.schedule.settings import RECOMPUTE
+from tawpipe.schedule.settings import ELEMENTWISE, RECOMPUTE
 from tawpipe.schedule.sizes.activations import peak_activations
 from tawpipe.schedule.spec import ModelSpec
 from tawpipe.schedule.step import Planner, StepSpec, Strategy, Trial
@@ -430,7 +430,7 @@ class SolvedPipeline(CostBasedPipeline):
         count = -(-planner.micro_batches_of(self) // positions.replicas)
         if count > searched(positions.size):
             return
-        options = {how: planner.costs_of(positions, how) for how in RECOMPUTE}
+        options = {how: planner.costs_of(positions, how) for how in RECOMPUTE if how != ELEMENTWISE}
         memory = min(costs.memory for costs in options.values())
         blocks = len(planner.model.blocks)
         layouts = [Layout.even(blocks, positions.size)]

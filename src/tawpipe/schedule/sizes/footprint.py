@@ -167,7 +167,8 @@ class BlockMemory:
         """
         of_rank = -(-tokens // ranks)
         sizes = dict.fromkeys(BOUNDARIES, self.boundary * of_rank)
-        sizes |= {kind: round(self.kept.get(kind, 0) * of_rank) for kind in (Kind.GRAPH, Kind.ATTENTION, Kind.LINEAR)}
+        kept = Kind.GRAPH, Kind.PRODUCTS, Kind.ATTENTION, Kind.LINEAR
+        sizes |= {kind: round(self.kept.get(kind, 0) * of_rank) for kind in kept}
         sizes[Kind.CONTEXT] = round(self.kept.get(Kind.CONTEXT, 0) * tokens)
         sizes |= {Kind.KEYS: round(self.keys * tokens), Kind.KEY_GRADIENTS: round(self.key_gradients * tokens)}
         sizes |= {other: sizes[kind] for places in (AWAY, BACK) for kind, other in places.items()}

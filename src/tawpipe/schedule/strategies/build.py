@@ -77,7 +77,7 @@ def step_of(
     if settings.keep_mib and (settings.sequence_chunk or any(map(step.saves, range(layers + 1)))):
         expected = "0 where rows run in chunks, or recompute says what layers keep"
         raise UserError("schedule.keep_mib", settings.keep_mib, expected)
-    if settings.sequence_chunk and any(step.saves(block) is Kind.GRAPH for block in range(1, layers + 1)):
+    if settings.sequence_chunk and step.kept & {Kind.GRAPH, Kind.PRODUCTS}:
         expected = "full or selective with sequence_chunk: a graph is of all chunks, and as large as without them"
         raise UserError("schedule.recompute", settings.recompute, expected)
     if step.step_cache and not settings.reuse:
