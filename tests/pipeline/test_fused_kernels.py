@@ -116,7 +116,7 @@ def choose(chain: Chain, asked: str, device: torch.device = GPU, dtype: torch.dt
             raise UserError(setting, value, expected)
 
     world: Any = SimpleNamespace(device=device, require=require, gather_numbers=lambda number: [number])
-    return kernels.choose_kernels(chain, asked, world, dtype)
+    return kernels.choose_kernels(chain, asked, world, dtype, "full")
 
 
 @pytest.fixture
