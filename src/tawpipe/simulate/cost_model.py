@@ -21,7 +21,8 @@ ID_BYTES = 8
 """Bytes of a sampled token."""
 REDUCE_SCATTERS = ("pairwise", "ring")
 ELEMENTWISE_SHARE = 0.15
-"""Part of a layer's forward pass that computes norms and gates."""
+"""Part of a layer's forward pass that computes norms and gates. Estimated from the bytes that they move on an H100: 0.2
+with the code of an 8 B Llama, 0.1 with fused kernels. Not yet measured."""
 
 
 @dataclass(frozen=True)
