@@ -223,6 +223,23 @@ def test_decoding_with_a_mask_does_not_use_cudnn_on_capability_10(monkeypatch, c
     assert len(allowed) == 2 * masked, "without a mask nothing is wrong"
 
 
+def test_windows_with_a_mask_are_trained_without_cudnn(monkeypatch):
+    """cuDNN's gradients with a mask can be NaN."""
+    allowed: list[Any] = []
+
+    @contextmanager
+    def only(backends: Any):
+        allowed.append(backends)
+        yield
+
+    real, on_gpu = kernels.with_mask, cast(Any, SimpleNamespace(device=GPU))
+    monkeypatch.setattr(kernels, "sdpa_kernel", only)
+    monkeypatch.setattr(kernels, "with_mask", lambda mask, **how: real(on_gpu, **how))
+    query = torch.randn(1, 2, 200, 8)
+    kernels.fused(query, query, query, 64, 1.0, 0.0)
+    assert allowed and not any(library.SDPBackend.CUDNN_ATTENTION in each for each in allowed)
+
+
 def test_torch_without_flash_selection_uses_flash_attention_2(monkeypatch):
     monkeypatch.delattr(library, "activate_flash_attention_impl", raising=False)
     monkeypatch.delattr(library, "current_flash_attention_impl", raising=False)

@@ -229,12 +229,15 @@ def _kernels_with(dropout: float, head_dim: int) -> AbstractContextManager[objec
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def with_mask(mask: Tensor | None) -> AbstractContextManager[object]:
-    """Return a context for attention with ``mask`` without cuDNN, if its results would be wrong (pytorch 193893).
+def with_mask(mask: Tensor | None, *, backward: bool = False) -> AbstractContextManager[object]:
+    """Return a context for attention with ``mask`` without cuDNN, if its results would be wrong.
 
-    They are on devices of capability 10, with fewer than eight heads of keys."""
+    They are on devices of capability 10, with fewer than eight heads of keys (pytorch 193893). With ``backward``,
+    gradients can be NaN on Hopper (pytorch 196678)."""
     device = None if mask is None else mask.device
-    if device is None or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 10:
+    if device is None or device.type != "cuda":
+        return nullcontext()
+    if not backward and torch.cuda.get_device_capability(device)[0] != 10:
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
@@ -287,7 +290,7 @@ def fused(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: 
     ):
         skipped = window - 1 - (first - oldest)
         hidden = mask[: last - first, skipped : skipped + last - oldest]
-        with _kernels_with(dropout, query.shape[-1]):
+        with _kernels_with(dropout, query.shape[-1]), with_mask(hidden, backward=True):
             tiles.append(dot_product(query_tile, keys, values, hidden, dropout, scale=scale))
     return torch.cat(tiles, dim=2)
 
