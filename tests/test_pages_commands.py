@@ -36,7 +36,11 @@ NOT_RUN = {
     r"tawpipe plan .* --topology (cluster|machine)\.yaml .*": "needs a file that a cluster writes",
 }
 """Commands that this file does not run, each with the reason."""
-RUN_ELSEWHERE = {"fine-tuning.md": "tests/test_fine_tuning.py", "serving.md": "tests/serving/test_serve_command.py"}
+RUN_ELSEWHERE = {
+    "coming-from.md": "tests/test_coming_from.py",
+    "fine-tuning.md": "tests/test_fine_tuning.py",
+    "serving.md": "tests/serving/test_serve_command.py",
+}
 STAND_INS = {
     "path/to/llama": "small-model",
     "path/to/model": "small-model",
