@@ -21,10 +21,11 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-of test-slow test-all hunt held-equal count lint format docs wheel try-wheel clean
+.PHONY: help train test test-of test-slow test-all hunt held-equal count lint format docs wheel try-wheel \
+	try-packages release clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 	@echo 'Words for the command go in ARGS: make train ARGS="--steps 5"'
 
 train: $(READY)  ## train with the defaults, or with ARGS
@@ -62,15 +63,21 @@ format: $(TESTED)  ## bring the code into style
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-# Without build/, which would put files into the wheel that are gone from src/.
-wheel: $(TESTED)  ## build the wheel into dist/
-	@rm -rf build dist
-	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
-	@rm -rf build
-	@ls dist/*.whl
+# The wheel is built from the source distribution, which therefore has all that it needs.
+wheel: $(TESTED)  ## build the source distribution and the wheel into dist/, and check both
+	@rm -rf dist
+	@$(BIN)/python -c 'from setuptools.build_meta import build_sdist; build_sdist("dist")' > /dev/null
+	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist dist/tawpipe-*.tar.gz
+	@$(BIN)/twine check --strict dist/*
 
 try-wheel: wheel  ## build the wheel and use it in a fresh environment
 	@PYTHON=$(PYTHON) .ci/try-wheel
+
+try-packages: $(TESTED)  ## run quick tests with other packages: make try-packages ARGS=transformers==5.24.0
+	@PYTHON=$(PYTHON) .ci/try-packages $(ARGS)
+
+release:  ## build, check and upload a release; the key is in TWINE_PASSWORD
+	@.ci/release
 
 docs: $(TESTED)  ## build the documentation as a site, in site/
 	@$(BIN)/python docs/site
