@@ -19,9 +19,11 @@ CHATS = RECIPES.parent / "chats.jsonl"
 MODELS = {"qwen3-8b": "qwen3", "llama3-8b": "llama", "gemma3-4b": "gemma3", "gpt-oss-20b": "gpt_oss"}
 MODELS |= {"qwen3-8b-131k": "qwen3"}
 WAYS = ("lora", "qlora", "full", "long-context")
+MACHINES = ("machines", "two-sparks", "two-boxes")
 USUAL = [("qwen3-8b", "lora")]
 SELDOM = [("gemma3-4b", "full"), ("llama3-8b", "qlora"), ("gpt-oss-20b", "qlora"), ("qwen3-8b-131k", "long-context")]
 OTHERS = [("llama3-8b", "full"), ("gemma3-4b", "long-context"), ("gpt-oss-20b", "lora")]
+OTHERS += [("qwen3-8b", "two-sparks"), ("llama3-8b", "two-boxes")]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def test_recipes_work_with_other_models(small_models: Path, model: str, way: str
 
 
 def test_every_recipe_file_is_tested_and_names_a_model_or_a_way() -> None:
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*MODELS, *WAYS, "machines"}
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*MODELS, *WAYS, *MACHINES}
     for model in MODELS:
         assert "/" in load_config(config_words(model)).model
     assert load_config(config_words("qwen3-8b-131k", "long-context")).rope.factor == 4
