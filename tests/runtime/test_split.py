@@ -232,8 +232,8 @@ def test_trial_of_kept_bytes_leaves_no_graph(monkeypatch: pytest.MonkeyPatch):
     def marks() -> list[Any]:
         return [get_gradient_edge(parameter).node.metadata for parameter in parameters]
 
-    def mark(*given: Any) -> Tensor:
-        output = layer(*given)
+    def mark(*given: Any, **named: Any) -> Tensor:
+        output = layer(*given, **named)
         if torch.is_grad_enabled():
             marked.extend(mark.update(tried=True) for mark in marks())  # while there is a graph
         return output
