@@ -81,30 +81,39 @@ def keep_graph(
     spans = {unit: (int(bound[unit].storage_offset()), bound[unit].numel()) for unit in units}
     weights = [(unit, _place(bound[unit]), begin, begin + size) for unit, (begin, size) in spans.items()]
 
-    def pack(tensor: Tensor) -> Any:
+    # No function refers to itself: such a cycle would keep ``saved`` until the garbage is collected.
+    def keep(tensor: Tensor) -> Any:
         """Return a note for a weight, else the tensor, which is added to ``saved``."""
         place = tensor.untyped_storage().data_ptr()
         for unit, of_unit, begin, end in weights:
             if place == of_unit and begin <= (offset := int(tensor.storage_offset())) < end:
                 return _Weight(unit, offset - begin, tuple(tensor.shape), tensor.stride())
-        if notes and (again := again_of(tensor)) is not None:
-            again.pack(pack)
-            return _Result(again, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         if saved is None:
             return tensor.detach() if notes else tensor
         saved.append(tensor.data)
         return saved[-1]
 
-    def unpack(kept: Any) -> Tensor:
-        """Return the weight or the result that a note stands for, or the kept tensor."""
-        if isinstance(kept, _Result):
-            return kept.again.compute(unpack).as_strided(kept.size, kept.stride, kept.offset)
+    def get(kept: Any) -> Tensor:
+        """Return the weight that a note stands for, in its present buffer, or the kept tensor."""
         if not isinstance(kept, _Weight):
             return kept
         flat = bound[kept.unit]
         return flat.as_strided(kept.size, kept.stride, flat.storage_offset() + kept.offset)
 
-    with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+    def pack(tensor: Tensor) -> Any:
+        """Return a note for a result that is computed again, else what ``keep`` returns."""
+        if (again := again_of(tensor)) is None:
+            return keep(tensor)
+        again.pack(keep)
+        return _Result(again, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(kept: Any) -> Tensor:
+        """Return the result that a note stands for, else what ``get`` returns."""
+        if not isinstance(kept, _Result):
+            return get(kept)
+        return kept.again.compute(get).as_strided(kept.size, kept.stride, kept.offset)
+
+    with torch.enable_grad(), saved_tensors_hooks(pack, unpack) if notes else saved_tensors_hooks(keep, get):
         return layer(hidden)
 
 
