@@ -136,7 +136,8 @@ def test_views_of_results_are_recognised() -> None:
 
 
 @pytest.mark.slow
-def test_memory_of_a_step_is_predicted() -> None:
+@pytest.mark.parametrize("recompute", ["elementwise", "elementwise:1,full", "elementwise:1,selective:1,full"])
+def test_memory_of_a_step_is_predicted(recompute: str) -> None:
     config = LlamaConfig(
         hidden_size=128,
         intermediate_size=448,
@@ -147,7 +148,7 @@ def test_memory_of_a_step_is_predicted() -> None:
         max_position_embeddings=8192,
         tie_word_embeddings=False,
     )
-    row = by_itself(config, [2048], "elementwise", torch.float32, torch.device("cpu"))
+    row = by_itself(config, [2048], recompute, torch.float32, torch.device("cpu"))
     assert abs(row["error"]) < 0.05, row
 
 
