@@ -142,6 +142,12 @@ def test_folded_adapter_has_the_numbers_of_peft(what: str):
         assert (after["addmm_"] > 0) is folds and (folds or after == before)
 
 
+def test_folded_adapter_runs_on_the_meta_device():
+    model = layer().to("meta")
+    fold_adapters(model)
+    assert model(torch.empty(2, 5, SIZES[0], dtype=torch.float64, device="meta")).shape == (2, 5, SIZES[1])
+
+
 def test_folded_adapter_launches_one_product_in_the_place_of_three_operators():
     for count, model in ((1, layer(Layer(bias=True))), (2, another("default", "other"))):
         before, after = both(model, torch.randn(5, 2, SIZES[0], dtype=torch.float64))

@@ -45,7 +45,9 @@ def _folded_class() -> type:
             base: Any = self.base_layer
             if type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks:
                 return []
-            if torch.is_autocast_enabled(x.device.type) or x.dtype != base.weight.dtype:
+            kind = x.device.type
+            autocasts = kind != "meta" and torch.is_autocast_enabled(kind)  # torch refuses to answer for meta
+            if autocasts or x.dtype != base.weight.dtype:
                 return []
             # The dictionaries inside the modules: each look-up through a module is a call of Python.
             firsts: Any = self.lora_A._modules
