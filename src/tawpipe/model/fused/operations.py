@@ -93,7 +93,7 @@ class Again:
 def noted(run: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Return ``run(*inputs)``; where a graph is made, ``again_of`` finds this call by the result or a view of it."""
     output = run(*inputs)
-    if output.requires_grad and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and output.requires_grad:
         vars(_whole(output))[_CALL] = Again(run, inputs)
     return output
 
@@ -105,7 +105,8 @@ def again_of(tensor: Tensor) -> Again | None:
 
 def forget_call(tensor: Tensor) -> None:
     """Let ``again_of`` find nothing for ``tensor``, whose memory is about to change."""
-    vars(_whole(tensor)).pop(_CALL, None)
+    if not torch.compiler.is_compiling():  # a compiler decides by itself what to compute again
+        vars(_whole(tensor)).pop(_CALL, None)
 
 
 def _whole(tensor: Tensor) -> Tensor:
