@@ -184,7 +184,7 @@ class Whole(torch.autograd.Function):
 
 
 def test_cudnn_is_tried_forward_and_backward_before_it_is_taken(monkeypatch, caplog):
-    """Where it has no plan torch would not take another kernel, and the first layer would end the run."""
+    """torch takes no other kernel if cuDNN has no plan for a shape: the first layer would end the run."""
     fixed = attention_kernel._fixed.__wrapped__
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
     found = []

@@ -107,7 +107,7 @@ def test_cuda_kernel_matches_explicit_scores_for_sinks_of_whole_rows(window, cud
 
 
 def test_autograd_keeps_keys_and_values_of_a_whole_row_once(cuda_kernels):
-    """What layers keep is counted by that."""
+    """Counts of what layers keep depend on it."""
     leaf = torch.randn(1, 2, 9, 8, dtype=torch.float64, requires_grad=True)
     documents, saved = Documents.of((4, 5), (1, 9), torch.device("cpu")), list[Tensor]()
     store, options = KeyStore(1, 9), AttentionOptions(None, 0.3, 0.0, None)

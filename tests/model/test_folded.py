@@ -170,7 +170,7 @@ def test_adapter_of_another_dtype_or_row_is_left_to_peft():
 
 @pytest.mark.parametrize("what", ["bias", "trained base", "dropout", "two adapters"])
 def test_weight_gradients_of_folded_adapters_are_deferred(what: str):
-    """Of both matrices, and of the base if that is trained; the bias has its gradient at once."""
+    """Gradients of both matrices are deferred, and that of a trained base. A bias gets its gradient at once."""
     model, hidden = LAYERS[what][0](), torch.randn(5, 2, SIZES[0], dtype=torch.float64)
     expected, _ = run(model, hidden)
     fold_adapters(model)

@@ -1,4 +1,4 @@
-"""What worker processes run with stand-ins for fused kernels, which a user cannot ask for."""
+"""Functions for worker processes: runs with stand-ins for fused kernels, which a user cannot choose."""
 
 from __future__ import annotations
 
