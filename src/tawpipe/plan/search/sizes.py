@@ -11,9 +11,7 @@ from tawpipe.plan.cost.feasible import holds, unplayed, with_settings
 from tawpipe.plan.cost.predict import predict
 from tawpipe.plan.cost.request import PlanRequest
 from tawpipe.plan.search.candidate import GAIN
-
-COMPARED = ("tawpipe-spread", "flat", "1f1b")
-"""Strategies by which sizes are compared: two in which weights travel, and one in which activations travel."""
+from tawpipe.schedule.strategies.table import COMPARED
 
 
 def with_best_size(request: PlanRequest) -> PlanRequest:

@@ -38,7 +38,8 @@ for _strategy in (Spread(), Step(), NodeSharded(), Whole(), Flat(), Hybrid(), Gr
 for _strategy in (OneForwardOneBackward(), Interleaved(), ZeroBubble(), Generated(), SolvedPipeline()):
     register(_strategy)
 
-
+COMPARED = Spread.name, Flat.name, OneForwardOneBackward.name
+"""Strategies by which sizes of micro-batches are compared: weights travel in two of them, activations in one."""
 IMPORTS = "TAWPIPE_IMPORT"
 """Environment variable with the modules of ``--import``, separated as in PATH, for processes that a command starts."""
 
