@@ -52,6 +52,9 @@ LOOPBACK_SECONDS = 0.03
 rate depends on free CPU cores."""
 SHARED_BELOW = 0.7
 """A link counts as shared if pairs that send together get less than this share of the rate of a single pair."""
+TRIES = 3
+"""Number of measurements of a link in both directions; the best one counts, because TCP's acknowledgements wait behind
+data."""
 ODD = 1.5
 """A rate that is this many times below the median is reported."""
 
@@ -245,8 +248,9 @@ class _Ruler:
 
         def exchange(count: int) -> None:
             """Exchange ``count`` bytes with ``peer`` and wait until they have passed."""
-            operations = [dist.P2POp(dist.isend, sent[:count], peer)] if sends else []
-            operations += [dist.P2POp(dist.irecv, received[:count], peer)] if receives else []
+            # gloo moves both directions in turn if the send is posted first
+            operations = [dist.P2POp(dist.irecv, received[:count], peer)] if receives else []
+            operations += [dist.P2POp(dist.isend, sent[:count], peer)] if sends else []
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
@@ -358,9 +362,8 @@ def _between(
     count = len(nodes)
     if count == 1:
         return LinkModel(float("inf")), {}, (), []
-    sent, received, both = [0.0] * count, [0.0] * count, [0.0] * count
+    sent, received, both, at_once = ([0.0] * count for _ in range(4))
     latency = [float("inf")] * count
-    at_once = [0.0] * count
     for matches in tournament(count, ROUNDS):
         pairs = [(nodes[a][0], nodes[b][0]) for a, b in matches]
         for (a, b), seconds in zip(matches, ruler.latency(pairs), strict=True):
@@ -369,8 +372,9 @@ def _between(
             for (a, b), rate in zip(matches, ruler.rate(pairs, forth=forth, back=not forth), strict=True):
                 source, target = (a, b) if forth else (b, a)
                 sent[source], received[target] = max(sent[source], rate), max(received[target], rate)
-        for (a, b), rate in zip(matches, ruler.rate(pairs, forth=True, back=True), strict=True):
-            both[a], both[b] = max(both[a], rate), max(both[b], rate)
+        for _ in range(TRIES):
+            for (a, b), rate in zip(matches, ruler.rate(pairs, forth=True, back=True), strict=True):
+                both[a], both[b] = max(both[a], rate), max(both[b], rate)
         every = [(x, y) for a, b in matches for x, y in zip(nodes[a], nodes[b], strict=False)]
         rates = dict(zip(every, ruler.rate(every, forth=True, back=False), strict=True))
         for a, b in matches:

@@ -347,9 +347,10 @@ class Transport:
             for t, values, message in zip(action.transfers, plain, messages, strict=True):
                 if t.send:
                     encode(values, action.compression, message)
+        # Receives come first: gloo moves the two directions in turn, not together, if the sends are posted first.
         operations = [
             dist.P2POp(dist.isend if t.send else dist.irecv, message, t.peer, group)
-            for t, message in zip(action.transfers, messages, strict=True)
+            for t, message in sorted(zip(action.transfers, messages, strict=True), key=lambda pair: pair[0].send)
         ]
         for work in dist.batch_isend_irecv(operations):
             self._wait(work)
@@ -434,8 +435,8 @@ class Transport:
         for piece, message in zip(pieces, leaving, strict=True):
             encode(piece, action.compression, message)
         others = [(i, member) for i, member in enumerate(members) if i != here]
-        operations = [dist.P2POp(dist.isend, leaving[i], member, group) for i, member in others]
-        operations += [dist.P2POp(dist.irecv, arriving[i], member, group) for i, member in others]
+        operations = [dist.P2POp(dist.irecv, arriving[i], member, group) for i, member in others]
+        operations += [dist.P2POp(dist.isend, leaving[i], member, group) for i, member in others]  # as in ``exchange``
         for work in dist.batch_isend_irecv(operations):
             self._wait(work)
         target.zero_()
