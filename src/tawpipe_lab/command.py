@@ -43,6 +43,29 @@ def pages(folder: Path) -> Iterator[Page]:
         yield Page("compare.html", "Comparison", line, partial(_comparison, folder))
 
 
+def check_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``checks`` to the parser of ``tawpipe prove``."""
+    help_text = "file with your own loop, which --only rivals times beside ours and FSDP2; see docs/gpu.md"
+    parser.add_argument("--rival", metavar="FILE", help=help_text)
+
+
+def checks(arguments: argparse.Namespace) -> list[Any]:
+    """Return the checks for ``tawpipe prove --only NAME``.
+
+    Raises:
+        UserError: ``--rival`` is no file, or ``--only`` does not name the check that reads it.
+    """
+    from tawpipe.prove.checks import Check
+    from tawpipe_lab.versus.check import rivals
+    from tawpipe_lab.versus.page import rivals_page
+
+    file = arguments.rival or ""
+    if file and not (Path(file).is_file() and "rivals" in arguments.only):
+        raise UserError("--rival", file, "a Python file with build(task) -> step(ids) -> loss, beside --only rivals")
+    sentence = "our strategies and FSDP2 train alike; seconds, bytes and memory stand side by side"
+    return [Check("rivals", sentence, partial(rivals, file=file), needs=("several",), keeps=True, page=rivals_page)]
+
+
 def _comparison(folder: Path) -> str:
     """Return the HTML page of the results in ``folder``.
 

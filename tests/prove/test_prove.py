@@ -339,7 +339,7 @@ def test_script_that_crashes_or_hangs_at_its_end_fails_the_check(monkeypatch):
     monkeypatch.setenv("KEPT", "1")
     found = [endings.without_close(alone(torch.device("cpu"))) for _ in ends]
     assert [one.holds for one in found] == [True, False, False]
-    assert found[1].numbers == {"said": "terminate called"} and "not ended after" in found[2].note
+    assert found[1].numbers == {"error": "terminate called"} and "not ended after" in found[2].note
     for how in given:  # it is a process of its own, of no launcher's
         assert "RANK" not in how["env"] and "TAWPIPE_LOCAL_LAUNCHER" not in how["env"] and how["env"]["KEPT"] == "1"
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from tawpipe.commands.brought import brought
 from tawpipe.commands.processes import add_processes, on_processes
 from tawpipe.errors import UserError
 from tawpipe.options import CommandParser
@@ -31,7 +32,12 @@ def _parser() -> argparse.ArgumentParser:
         ),
     )
     add_processes(parser, out=FILE, what="file to write")
-    parser.add_argument("--only", nargs="+", default=(), metavar="CHECK", help="checks to run (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="CHECK", help="checks to run (default: all but rivals)"
+    )
+    for module in brought().values():
+        if hasattr(module, "check_options"):
+            module.check_options(parser)
     return parser
 
 
@@ -47,12 +53,13 @@ def _prove(arguments: argparse.Namespace) -> int:
     from tawpipe.prove.run import prove
     from tawpipe.runtime.world import connect
 
-    known = [check.name for check in CHECKS]
+    more = [check for module in brought().values() if hasattr(module, "checks") for check in module.checks(arguments)]
+    known = [check.name for check in (*CHECKS, *more)]
     for name in arguments.only:
         if name not in known:
             raise UserError("--only", name, f"some of {', '.join(known)}")
     world = connect(device=arguments.device)
     activate_flash(world.device, dtype_here(world), lambda: sized(world.device))  # as in a training run
-    proof = prove(world, Path(arguments.out), only=arguments.only)
+    proof = prove(world, Path(arguments.out), only=arguments.only, more=more)
     world.leave()
     return 1 if proof.failed else 0

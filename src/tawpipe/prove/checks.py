@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tawpipe.prove import documents, endings, exactness, memory, reserved, speed, waits
 from tawpipe.prove.outcome import Outcome
@@ -17,17 +18,21 @@ class Check:
     Args:
         name: name of the check.
         sentence: statement that is true if the check holds.
-        run: the check; called on all ranks.
+        run: the check; called on all ranks. With ``keeps`` it also takes ``keep``.
         alone: run on rank 0 only, while the other ranks wait.
         needs: requirements: ``cuda``, ``several`` (processes) or ``neighbours`` (several processes on one node).
             Without them the result is "unproven".
+        keeps: ``run`` takes a function ``keep``, with which it writes an outcome of what it has measured so far.
+        page: returns the HTML page of the check from ``Proof.setting`` and its row of ``Proof.checks``; None for none.
     """
 
     name: str
     sentence: str
-    run: Callable[[World], Outcome]
+    run: Callable[..., Outcome]
     alone: bool = False
     needs: tuple[str, ...] = field(default=())
+    keeps: bool = False
+    page: Callable[[dict[str, Any], dict[str, Any]], str] | None = None
 
     def missing(self, world: World) -> str:
         """Return the requirements that these processes do not meet, as text for the user; ``""`` if all are met."""

@@ -30,5 +30,6 @@ def without_close(world: World) -> Outcome:
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         return Outcome(False, f"it has not ended after {LIMIT_S} s")
-    last_line = done.stderr.strip().split("\n")[-1]
-    return Outcome(done.returncode == 0, f"exit code {done.returncode}", {"said": last_line} if done.returncode else {})
+    last_line = done.stderr.strip().split("\n")[-1]  # only its part before a colon: messages of errors may hold paths
+    error = {"error": last_line.partition(":")[0][:80]} if done.returncode else {}
+    return Outcome(done.returncode == 0, f"exit code {done.returncode}", error)

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-import shlex
+import os
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tawpipe.console import Console, duration
+from tawpipe.errors import RunError
+from tawpipe.files import replace_text
 from tawpipe.plan.cost.measure import device_name
 from tawpipe.plan.machine.doctor import software
 from tawpipe.prove.checks import CHECKS, Check, unproven
 from tawpipe.prove.models import alone
 from tawpipe.prove.outcome import FAILS, UNPROVEN, Outcome
+from tawpipe.prove.private import local_names, option_names, scrub
 from tawpipe.runtime.world import World
 
 
@@ -28,7 +32,7 @@ class Proof:
     """Results of all checks, as they are written.
 
     Args:
-        setting: date, command, device, processes and versions.
+        setting: date, names of the command's options, device, processes, versions and variables of NCCL.
         checks: name -> status, sentence, note, seconds, numbers.
         unproven: claims that only other machines can prove, each with what would prove it.
     """
@@ -43,19 +47,21 @@ class Proof:
         return [name for name, row in self.checks.items() if row["status"] == FAILS]
 
     def write(self, file: Path) -> None:
-        """Write the results to ``file`` as JSON."""
-        file.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
+        """Write the results to ``file`` as JSON. A crash leaves either the old or the new file."""
+        replace_text(file, json.dumps(vars(self), indent=1) + "\n")
 
 
-def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
+def prove(world: World, out: Path, *, only: Sequence[str] = (), more: Sequence[Check] = ()) -> Proof:
     """Run the checks and return their results. Call on all ranks.
 
-    Rank 0 prints each result, and writes the file anew after every check.
+    Rank 0 prints each result, and writes the file anew after every check. The file has no names of hosts, users or
+    paths, and of an error only its type (of a ``RunError`` its message); the console has its message.
 
     Args:
         world: the processes.
         out: file to write.
-        only: names of checks to run; all by default.
+        only: names of checks to run; all of ``CHECKS`` by default.
+        more: checks of other packages, which run only if ``only`` names them.
 
     Raises:
         Exception: the error of a check that runs on several processes at the same time; the file has the results so
@@ -63,41 +69,57 @@ def prove(world: World, out: Path, *, only: Sequence[str] = ()) -> Proof:
     """
     console = Console(world.rank)
     console.topology(f"{world.nodes}, {device_name(world.device)}")
-    chosen = len(only) or len(CHECKS)
-    console.line(f"{chosen} checks (all {len(CHECKS)} take about ten minutes); results in {out} after each one")
+    some = ", ".join(only) or f"{len(CHECKS)} checks (about ten minutes)"
+    console.line(f"{some}; results in {out} after each one")
     setting = {
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "command": shlex.join(["tawpipe", *sys.argv[1:]]),
+        "options": option_names(sys.argv[1:]),
         "device": device_name(world.device),
         "processes": str(world.nodes),
         "versions": dict(software()),
+        "nccl": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
     }
-    proof = Proof(setting, {}, unproven(world))
+    names = {name for text in world.gather_texts(json.dumps(local_names())) for name in json.loads(text)}
+    proof = Proof(scrub(setting, names), {}, unproven(world))
+    chosen = [*(check for check in CHECKS if not only or check.name in only), *(c for c in more if c.name in only)]
     width = max(len(check.name) for check in CHECKS)
-    for check in CHECKS:
-        if only and check.name not in only:
-            continue
+    for check in chosen:
         began = time.perf_counter()
-        outcome, error = _outcome(check, world)
+
+        def keep(outcome: Outcome, check: Check = check, began: float = began) -> None:
+            """Add the outcome of a check, which may still run, to the results; rank 0 writes them."""
+            row = {
+                "status": outcome.status,
+                "sentence": check.sentence,
+                "note": outcome.note,
+                "seconds": round(time.perf_counter() - began, 2),
+                "numbers": outcome.numbers,
+            }
+            proof.checks[check.name] = row = scrub(row, names)
+            if world.rank == 0:
+                proof.write(out)
+                if check.page is not None and outcome.numbers:
+                    replace_text(page_file(out), check.page(proof.setting, row))
+
+        outcome, error = _outcome(replace(check, run=partial(check.run, keep=keep)) if check.keeps else check, world)
+        words = outcome.note if error is None else f"{type(error).__name__}: {error}"
+        if error is not None:
+            numbers = proof.checks.get(check.name, {}).get("numbers", {})
+            outcome = replace(outcome, numbers=numbers | outcome.numbers)
+        keep(outcome)
         seconds = time.perf_counter() - began
-        proof.checks[check.name] = {
-            "status": outcome.status,
-            "sentence": check.sentence,
-            "note": outcome.note,
-            "seconds": round(seconds, 2),
-            "numbers": outcome.numbers,
-        }
-        console.line(
-            f"{outcome.status:<8}  {check.name:<{width}}  {check.sentence}: {outcome.note} ({duration(seconds)})"
-        )
-        if world.rank == 0:
-            proof.write(out)
+        console.line(f"{outcome.status:<8}  {check.name:<{width}}  {check.sentence}: {words} ({duration(seconds)})")
         if error is not None and world.size > 1 and not check.alone:
             raise error  # other ranks may still be inside of this check
     for claim, what in proof.unproven.items():
         console.line(f"{UNPROVEN:<8}  {'':<{width}}  {claim}: {what}")
     console.line(f"wrote {out}")
     return proof
+
+
+def page_file(out: Path) -> Path:
+    """Return the file of the HTML page beside the JSON file ``out``."""
+    return out.with_suffix(".html" if out.suffix != ".html" else ".page.html")
 
 
 def _outcome(check: Check, world: World) -> tuple[Outcome, Exception | None]:
@@ -118,8 +140,10 @@ def _outcome(check: Check, world: World) -> tuple[Outcome, Exception | None]:
         elif world.rank == 0:
             outcome = check.run(alone(world.device))
     except Exception as error:
-        outcome = Outcome(False, f"{type(error).__name__}: {error}", {"traceback": traceback.format_exc()})
-        failed = error
+        words = str(error) if isinstance(error, RunError) else type(error).__name__
+        outcome, failed = Outcome(False, words, {"error": type(error).__name__}), error
+        if check.alone:  # other errors are raised
+            traceback.print_exc()
     if failed is not None and not check.alone:
         return outcome, failed
     if world.device.type == "cuda":

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tawpipe.errors import RunError
 from tawpipe.pipeline.pipeline import Pipeline
 from tawpipe.pipeline.setup import CheckSettings
 from tawpipe.plan.cost.bench import Bench
@@ -80,6 +81,10 @@ def no_waiting() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        raise RunError(str(error)) from error  # its text names the operation, and stands in the file
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
