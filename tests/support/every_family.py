@@ -301,8 +301,9 @@ VERSIONS = f"transformers {transformers.__version__} and torch {torch.__version_
 _SECTIONS = {
     "equal": (
         "Equal to the plain model",
-        "Unless a line says otherwise, a model runs on packed rows, in chunks (`--schedule.sequence-chunk`), in "
-        "context-parallel\ngroups (`--schedule.sequence-ranks`) and in pipelines, and can be [served](serving.md).\n\n"
+        "Unless a line says otherwise, a model runs on packed rows, in chunks (`--schedule.sequence-chunk`), in\n"
+        "[context-parallel groups](glossary.md#text) (`--schedule.sequence-ranks`) and in "
+        "[pipelines](glossary.md#schedules), and\ncan be [served](serving.md).\n\n"
         "* *mixers*: these run on each document, the rest on the whole row. Not in context-parallel groups, not "
         "served\n"
         "* *in turn*: layers run once per document length. Not served\n"
@@ -323,9 +324,10 @@ def page(found: dict[str, Outcome], versions: str = VERSIONS) -> str:
 
 Look up here, by the `model_type` in its `config.json`, whether a model trains, and in which ways.
 
-Every causal LM of transformers was tested. A tiny model with random values took one training step here, on packed rows
-and in chunks, and one as transformers' plain model, with each document alone. *Equal* means: in fp64 the loss and every
-gradient differ by less than 1e-9 in relative norm.
+Every causal LM of transformers was tested. A tiny model with random values took one training [step](glossary.md#text)
+here, on packed [rows](glossary.md#text) and in [chunks](glossary.md#text), and one as transformers' plain model, with
+each [document](glossary.md#text) alone. *Equal* means: in fp64 the loss and every gradient differ by less than 1e-9 in
+relative norm.
 
 Written by `python tests/support/every_family.py --write docs/models.md` with {versions};
 `tests/model/test_every_family.py` checks it.
