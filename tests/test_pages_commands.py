@@ -26,6 +26,7 @@ NOT_RUN = {
     r"torchrun .*": "needs several machines, or GPUs",
     r"tawpipe lab .*": "needs root and network namespaces: tests/lab makes such clusters",
     r"make (test|test-slow|test-all|lint|format|docs)\b.*": "works on this repository: CI runs it",
+    r"make demo": "needs a model of 93 MB: tests/test_demo.py",
     r"python -m (venv|pip) .*": "installs: CI does it",
     r"tawpipe .*hf:org/name.*": "a data set of nobody: tests/data has a stand-in for the Hub",
     r"tawpipe .*/shared/.*": "needs a file that a cluster writes",
