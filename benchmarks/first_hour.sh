@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A stranger's first hour, as typed and as seen: install, train, make mistakes, go on after a kill, export again,
 # fine-tune, ask, plan for clusters, open the pages. Everything happens in a new folder and a new environment, and each
-# outcome is checked: the exit code, and words that must be said. Of the repository only its wheel (make wheel), its
-# examples and the versions that the tests ran with are used; a clone of it runs make demo.
+# outcome is checked: the exit code, and words that must be said. Of the repository its wheel (make wheel), its examples
+# and the versions that the tests ran with are used, and a clone of it, for make train, demo and test.
 #
 #     benchmarks/first_hour.sh NEW_FOLDER [TRANSCRIPT]
 #
@@ -85,11 +85,17 @@ type_in 0 "tawpipe chat tuned --prompt 'What is the capital of Norila?' --tokens
 type_in 0 "tawpipe train --config examples/recipes/qwen3-8b.yaml --config examples/recipes/qlora.yaml --model small-model \
 --data examples/chats.jsonl --dry-run" "all checks passed"
 
-tell "A real model, in a clone"
+tell "In a clone: the first commands of the README, its tests, the commands of all pages"
 say "\$ git clone tawpipe; cd tawpipe"
 git clone --quiet "$repository" clone
-type_in 0 "cd clone && make demo" "The answer has changed, and Paris is still the capital of France"
-test -z "$(git -C clone status --porcelain)" || fail "the demonstration left files that git does not ignore"
+cd clone
+type_in 0 "make train" "step 60/60"
+type_in 0 "make demo" "The answer has changed, and Paris is still the capital of France"
+type_in 0 "make test" "[0-9]+ passed"
+type_in 0 "make test-all ARGS='tests/test_pages_commands.py tests/test_coming_from.py tests/test_fine_tuning.py'" "passed"
+rm last.txt
+test -z "$(git status --porcelain)" || fail "a file was left that git does not ignore"
+cd ..
 
 tell "Would a cluster do it?"
 type_in 0 "tawpipe plan --model llama-8b --topology 3x8@25gbit --device-name H100 --memory 80 --sequence-length 32768 --global-batch 96 --report plan.html --save plan.yaml" "chosen"
