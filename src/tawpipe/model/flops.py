@@ -42,6 +42,7 @@ _PEAKS: tuple[tuple[str, float, float], ...] = (
     ("L40S", 362.05e12, 864e9),
     ("L40", 181.05e12, 864e9),
     ("L4", 121e12, 300e9),
+    ("GB10", 125e12, 273e9),  # an eighth of the stated FLOP/s, which are sparse and in FP4
     ("RTX 5090", 209.5e12, 1.792e12),
     ("RTX 4090", 165.2e12, 1.008e12),
     ("RTX 3090", 71e12, 936e9),
