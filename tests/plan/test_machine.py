@@ -38,6 +38,17 @@ def test_machine_file_reads_back_equal(tmp_path):
     assert MACHINE.topology == Topology(((0, 1, 2, 3), (4, 5))) and MACHINE.world_size == 6
 
 
+def test_numbers_with_exponents_are_numbers_and_a_key_given_twice_is_refused(tmp_path):
+    """YAML 1.1, which PyYAML reads, takes 1.25e14 as a text, and the last of two equal keys."""
+    (file := tmp_path / "a.yaml").write_text(
+        "format: 1\nnodes: [1]\ndevice: {name: CPU, memory_gib: 8, flops: 1.25e14}\n"
+    )
+    assert load_machine(file).device.flops == 1.25e14
+    file.write_text("format: 1\nnodes: [1]\nnodes: [2]\n")
+    with pytest.raises(UserError, match="'nodes' stands in line 2 already"):
+        load_machine(file)
+
+
 def test_unlimited_links_read_back_equal(tmp_path):
     free = Machine((1,), LinkModel(math.inf), LinkModel(math.inf))
     save_machine(free, tmp_path / "a.yaml")

@@ -11,7 +11,7 @@ import yaml
 from tawpipe.errors import UserError
 
 
-class _EachKeyOnce(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Safe loader that refuses a key given twice. The base class takes the last value without a message."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -35,7 +35,7 @@ def read_mapping(file: str) -> dict[Any, Any]:
         UserError: the file cannot be read, is not YAML, has a key twice, or contains no mapping.
     """
     try:
-        values = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=_EachKeyOnce)
+        values = yaml.load(Path(file).read_text(encoding="utf-8"), Loader=StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else getattr(error, "strerror", None) or error
         raise UserError("--config", file, f"a YAML file that can be read: {reason}") from error
