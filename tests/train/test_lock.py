@@ -14,7 +14,7 @@ import pytest
 
 from tawpipe.errors import UserError
 from tawpipe.train import lock
-from tawpipe.train.lock import NAME, running_in
+from tawpipe.train.lock import NAME, is_held, running_in
 
 HOLD = "import sys; from pathlib import Path; from tawpipe.train.lock import running_in\n" + (
     "with running_in(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
@@ -46,8 +46,10 @@ def test_second_run_in_a_folder_is_refused_until_the_first_ends(tmp_path, other)
         running_in(tmp_path),
     ):
         pass
+    assert is_held(tmp_path)
     assert (tmp_path / NAME).exists()  # a refusal takes nothing away
     other.communicate("")
+    assert not is_held(tmp_path)
     assert not (tmp_path / NAME).exists() and not held(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -55,6 +57,10 @@ def test_second_run_in_a_folder_is_refused_until_the_first_ends(tmp_path, other)
 def test_lock_file_of_a_killed_run_does_not_block(tmp_path, other):
     other.send_signal(signal.SIGKILL)
     other.wait()
+    assert not is_held(tmp_path)
+    # its number is another process's now
+    (tmp_path / NAME).write_text(json.dumps({"host": socket.gethostname(), "process": 1}))
+    assert not is_held(tmp_path)
     assert (tmp_path / NAME).exists() and not held(tmp_path)
 
 
@@ -94,6 +100,8 @@ def test_lock_without_flock_checks_for_a_living_process(tmp_path, monkeypatch, h
 
     monkeypatch.setattr(lock.fcntl, "flock", none)
     (tmp_path / NAME).write_text(json.dumps(holder) if isinstance(holder, dict) else holder)
+    here = isinstance(holder, dict) and holder["host"] == socket.gethostname()
+    assert is_held(tmp_path) == (here and not free)  # nothing is claimed of other machines
     assert held(tmp_path) is not free
     if not free:
         with pytest.raises(UserError, match=f"if that has ended, remove {tmp_path / NAME}"), running_in(tmp_path):

@@ -53,6 +53,25 @@ def running_in(folder: Path, *, patience_s: float = 0.0, setting: str = "--outpu
         os.close(file)
 
 
+def is_held(folder: Path) -> bool:
+    """Return True if a living process holds the lock on a run's output folder. Writes nothing.
+
+    On a file system without locks, True is returned for a process of this machine only: others cannot be asked.
+    """
+    path = folder / NAME
+    holder = _read(path)
+    if not holder or not _alive(holder):  # known without the shared lock below, which would refuse a run that starts
+        return False
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return path.exists() and holder.get("host") == socket.gethostname()
+    return False
+
+
 def _taken(path: Path) -> int | None:
     """Open and lock the file at ``path``, and return its descriptor; None while another process holds it."""
     while True:
