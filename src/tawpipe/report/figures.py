@@ -17,7 +17,10 @@ from tawpipe.report.bars import KINDS, Bar, kind_of, label, lanes_of
 from tawpipe.schedule.buffers import OUTSIDE, Kind
 from tawpipe.simulate import Timeline
 
-PALETTE = ("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#a8820a", "#3d8b8b", "#75829a", "#b5543c", "#5b8c5a", "#a05195")
+PALETTE = (
+    *("#2a6fdb", "#e4572e", "#2e933c", "#7a5195", "#a8820a", "#3d8b8b", "#75829a"),
+    *("#b5543c", "#5b8c5a", "#a05195", "#d81b8c", "#1b9bd8", "#6b4423", "#3b3f8f"),
+)
 LIMIT = "#c0392b"
 LABEL = 28
 """Maximum number of characters of a line in the label of a bar."""
@@ -92,7 +95,7 @@ def stacked_bars(
             x=list(marks),
             name=marks_name,
             mode="markers",
-            marker={"symbol": "line-ns", "size": 18, "line": {"width": 2, "color": "#888"}},
+            marker={"symbol": "line-ns", "size": 18, "line": {"width": 3, "color": "#333333"}},
             hovertemplate=f"%{{y}}<br>{marks_name}: %{{x:.4g}} {unit}<extra></extra>",
         )
     words = ["<br>".join(label) for label in labels]
