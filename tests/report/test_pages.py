@@ -242,13 +242,15 @@ def test_run_page_shows_loss_plan_and_results(file, tmp_path):
     text = whole(tmp_path / "page.html")
     assert "<title>Run: tiny: run</title>" in text and "32 % slower" in text and "def &#x27;" not in text
     assert text.count('<div class="charts">') == 1  # of all curves, side by side where there is room
+    facts = text.split('<div class="facts">')[1].split("</div></div>")[0]
+    assert all(f">{title}</h2>" in facts for title in ("Result", "Settings", "Plan"))
     assert "Loss" in text and "predicted" in text and "2 in 1 s" in text and "Gradient norm" not in text
     plan = yaml.safe_load(file.read_text())
     strategy = plan["schedule"]["strategy"]
     least = {name: value for name, value in plan.items() if name not in ("strategy", "step_seconds")}  # trained by, too
     (run / "plan.yaml").write_text(yaml.safe_dump(least))
     write_run_page(tmp_path / "page.html", TrainConfig(output=str(run)), [], [])
-    assert f"{strategy}: " in whole(tmp_path / "page.html")
+    assert strategy in whole(tmp_path / "page.html")
 
 
 def test_report_path_needs_an_existing_folder(tmp_path):

@@ -55,12 +55,15 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._ask(f"{domain}.enable")
 
-    def open(self, address: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Load a page in a window of some size, and wait until its scripts have run."""
+    def resize(self, width: int, height: int = 900) -> None:
+        """Give the window another size; a narrow one is a phone's."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._ask("Emulation.setDeviceMetricsOverride", **size)
+
+    def open(self, address: str, *, width: int = 1280, dark: bool = False) -> None:
+        """Load a page in a window of some width, and wait until its scripts have run."""
         self.problems, self.requests = [], []
-        self._ask(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
+        self.resize(width)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._ask("Emulation.setEmulatedMedia", features=[scheme])
         self._events.clear()
@@ -74,6 +77,10 @@ class Browser:
         if "exceptionDetails" in found:
             raise AssertionError(found["exceptionDetails"]["exception"].get("description", found))
         return found["result"].get("value")
+
+    def wait(self, condition: str) -> None:
+        """Wait until an expression of JavaScript is true."""
+        self.run(f"new Promise(done => {{ const look = () => {condition} ? done() : setTimeout(look, 20); look(); }})")
 
     def picture(self, path: Path, *, whole: bool = True) -> None:
         """A picture of the page, for people."""

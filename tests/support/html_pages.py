@@ -1,10 +1,14 @@
-"""Pages as a browser's parser sees them, without a browser."""
+"""Pages as a browser's parser sees them, without a browser; and pages that are served."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 
 from tawpipe.report.page import PLOTLY
+from tawpipe.report.site import Page, Site
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 
@@ -33,6 +37,19 @@ class Outline(HTMLParser):
         return [attributes for name, attributes, _ in self.elements if name == tag]
 
 
+@contextmanager
+def served(pages: list[Page]) -> Iterator[Site]:
+    """A server of these pages."""
+    with Site("run7", pages) as site:
+        thread = threading.Thread(target=site.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield site
+        finally:
+            site.shutdown()
+            thread.join()
+
+
 def check_page_text(text: str) -> Outline:
     """Landmarks, names of figures and controls, ids that occur once, and nothing that is elsewhere."""
     assert len(text.encode()) <= 2**20, "what draws figures lies beside pages, once"
@@ -46,6 +63,9 @@ def check_page_text(text: str) -> Outline:
                 local = where.startswith("data:") or (tag == "a" and where.endswith(".html") and ":" not in where)
                 local = local or (tag == "script" and where == PLOTLY)
                 assert local or where[1:] in ids, f"{tag} {name}={where}"
+    words = text.split("<footer>")[1].split("</footer>")[0]
+    assert (PLOTLY in words) == bool(page.all("figure")) == (f'src="{PLOTLY}"' in text), "says what lies beside it"
+    for tag, attributes, _ in page.elements:
         if tag in ("input", "output"):
             assert attributes["id"] in ids
     styles = text.split("<style>")[1].split("</style>")[0]

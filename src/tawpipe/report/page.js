@@ -4,7 +4,10 @@ const DARK = matchMedia('(prefers-color-scheme: dark)');
 const NARROW = matchMedia('(max-width: 600px)');
 const TOUCH = matchMedia('(pointer: coarse)');
 const PLACES = ['marker.color', 'line.color', 'marker.line.color'];
+const FIGURE = 'figure script[type="application/json"]';
 const given = new WeakMap();
+// plotly's own `responsive` sees windows that change, and not columns that do.
+const sizes = new ResizeObserver(seen => seen.forEach(({target}) => fit(target)));
 
 function lighter(color) {
   if (typeof color !== 'string' || !/^#[0-9a-f]{6}$/i.test(color)) return color;
@@ -21,21 +24,34 @@ function colorsOf(plot) {
   return colors;
 }
 
-function paint() {
+// Called at the end of the page, as a figure that is drawn before its neighbours exist gets their place as well.
+function draw(part) {
+  for (const box of part.querySelectorAll(FIGURE)) {
+    const plot = box.previousElementSibling, {data, layout} = JSON.parse(box.textContent);
+    if (!window.Plotly) { plot.textContent = 'plotly.min.js is not beside this page. It draws this figure.'; continue; }
+    Plotly.newPlot(plot, data, layout, {displayModeBar: false});
+    given.set(plot, colorsOf(plot));
+    paint(plot);
+    sizes.observe(plot);
+  }
+}
+
+function fit(plot) {
+  if (plot.clientWidth && plot.clientWidth !== plot.querySelector('.main-svg').clientWidth) Plotly.Plots.resize(plot);
+}
+
+function paint(plot) {
   const style = getComputedStyle(document.documentElement);
   const text = style.getPropertyValue('--text').trim(), line = style.getPropertyValue('--line').trim();
-  for (const plot of document.querySelectorAll('.js-plotly-plot')) {
-    const change = {'font.color': text, 'font.size': NARROW.matches ? 10 : 12, 'hoverlabel.align': 'left',
-      'hoverlabel.bgcolor': style.getPropertyValue('--soft').trim(), 'hoverlabel.font.color': text};
-    if (TOUCH.matches) change.dragmode = false;  // else a finger on a figure could not scroll the page
-    for (const axis of Object.keys(plot.layout)) {
-      if (/^[xy]axis/.test(axis)) { change[axis + '.gridcolor'] = line; change[axis + '.zerolinecolor'] = line; }
-    }
-    if (!given.has(plot)) given.set(plot, colorsOf(plot));
-    const colors = {};
-    for (const [place, own] of Object.entries(given.get(plot))) colors[place] = DARK.matches ? own.map(lighter) : own;
-    Plotly.update(plot, colors, change);
+  const change = {'font.color': text, 'font.size': NARROW.matches ? 10 : 12, 'hoverlabel.align': 'left',
+    'hoverlabel.bgcolor': style.getPropertyValue('--soft').trim(), 'hoverlabel.font.color': text};
+  if (TOUCH.matches) change.dragmode = false;  // else a finger on a figure could not scroll the page
+  for (const axis of Object.keys(plot.layout)) {
+    if (/^[xy]axis/.test(axis)) { change[axis + '.gridcolor'] = line; change[axis + '.zerolinecolor'] = line; }
   }
+  const colors = {};
+  for (const [place, own] of Object.entries(given.get(plot))) colors[place] = DARK.matches ? own.map(lighter) : own;
+  Plotly.update(plot, colors, change);
 }
 
 function toggle(button) {
@@ -54,9 +70,11 @@ function zoom(button) {
   Plotly.relayout(plot, range ? {'xaxis.range': range} : {'xaxis.autorange': true});
 }
 
-for (const one of document.querySelectorAll('.legend button')) one.addEventListener('click', () => toggle(one));
-for (const one of document.querySelectorAll('.zoom button')) one.addEventListener('click', () => zoom(one));
-if (document.querySelector('.js-plotly-plot')) {
-  window.addEventListener('load', paint);
-  for (const media of [DARK, NARROW]) media.addEventListener('change', paint);
+document.addEventListener('click', ({target}) => {
+  const button = target.closest('figure button');
+  if (button) (button.dataset.zoom ? zoom : toggle)(button);
+});
+for (const media of [DARK, NARROW]) {
+  media.addEventListener('change', () => document.querySelectorAll('.js-plotly-plot').forEach(paint));
 }
+draw(document);

@@ -4,7 +4,8 @@ The plotly script, which draws the figures, is a file of several megabytes. It i
 folder.
 
 A page is a list of sections. Each has text, and may have a table and figures. Charts stand side by side if the window
-is wide enough. A page follows the reader's light or dark theme.
+is wide enough. A page follows the reader's light or dark theme. The script page.js draws the figures when all of the
+page is laid out: earlier, a figure would get the width that it has before its neighbours exist.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
-from itertools import count, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ PLOTLY = "plotly.min.js"
 """Name of the script file next to the pages that draws their figures."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'self' file:; img-src data: blob:"
 """Content-Security-Policy: the browser refuses all requests of a page to a network."""
+SCRIPT = f'<script src="{PLOTLY}"></script>'
+"""Tag of a page with figures; it loads the plotly script."""
 INDEX = "<!-- index -->"
 """Placeholder for the link to the list of pages, see ``with_index``."""
 ZOOM = {"in": "Closer", "out": "Farther", "earlier": "Earlier", "later": "Later", "all": "Whole step"}
@@ -90,7 +93,7 @@ def write_text(path: Path, text: str) -> None:
     The folder is created if needed. A script of this size is not written again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    script, content = path.parent / PLOTLY, plotly_script().encode() if PLOTLY in text else b""
+    script, content = path.parent / PLOTLY, plotly_script().encode() if f'src="{PLOTLY}"' in text else b""
     if content and not (script.exists() and script.stat().st_size == len(content)):  # replaces one of another version
         script.write_bytes(content)
 
@@ -112,12 +115,11 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
         subtitle: line below the heading; empty for none.
     """
     section_list = list(sections)
-    numbers = count(1)
-    texts = [_section(f"part-{number}", section, numbers) for number, section in enumerate(section_list, 1)]
+    texts = [_section(f"part-{number}", section) for number, section in enumerate(section_list, 1)]
     parts = []
-    for beside, group in groupby(zip(section_list, texts, strict=True), key=lambda pair: pair[0].beside):
+    for name, group in groupby(zip(section_list, texts, strict=True), key=lambda pair: _grid(pair[0])):
         joined = "".join(text for _, text in group)
-        parts.append(f'<div class="charts">{joined}</div>' if beside else joined)
+        parts.append(f'<div class="{name}">{joined}</div>' if name else joined)
     links = "".join(
         f'<li><a href="#part-{n}">{html.escape(section.title)}</a></li>' for n, section in enumerate(section_list, 1)
     )
@@ -125,7 +127,9 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
         f'<nav class="contents" aria-label="On this page"><ul>{links}</ul></nav>' if len(section_list) > 1 else ""
     )
     quiet = f'<p class="quiet">{html.escape(subtitle)}</p>' if subtitle else ""
-    code = f"<script>\n{_asset('page.js')}</script>"
+    drawn = any(section.figures for section in section_list)
+    drawer = f" {PLOTLY} beside it draws the figures." if drawn else ""
+    code = f"{SCRIPT if drawn else ''}<script>\n{_asset('page.js')}</script>"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -136,8 +140,7 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
         f'<header><p class="brand"><b>tawpipe</b> <span>{html.escape(kind)}</span>{INDEX}</p>'
         f"<h1>{html.escape(title)}</h1>{quiet}{contents}</header>\n"
         f'<main id="main">{"".join(parts)}</main>\n'
-        f"<footer>Made by tawpipe {VERSION}. The page asks no network for anything; {PLOTLY}, which draws "
-        f"figures, lies beside it.</footer>\n{code}</body></html>\n"
+        f"<footer>Made by tawpipe {VERSION}. The page needs no network.{drawer}</footer>\n{code}</body></html>\n"
     )
 
 
@@ -151,14 +154,13 @@ def _asset(name: str) -> str:
     return (resources.files("tawpipe.report") / name).read_text(encoding="utf-8")
 
 
-def _section(name: str, section: Section, numbers: Iterator[int]) -> str:
-    """Return the HTML of a section. Takes a number from ``numbers`` for every figure.
+def _grid(section: Section) -> str:
+    """Return the CSS class of the grid in which a section stands beside its neighbours; ``""`` for none."""
+    return ("charts" if section.figures else "facts") if section.beside else ""
 
-    Args:
-        name: HTML id.
-        section: the section.
-        numbers: iterator of the numbers of figures on the page.
-    """
+
+def _section(name: str, section: Section) -> str:
+    """Return the HTML of a section, which has the id ``name``."""
     parts = [f'<h2 id="{name}-title">{html.escape(section.title)}</h2>']
     if section.text:
         parts.append(f"<p>{html.escape(section.text)}</p>")
@@ -167,19 +169,17 @@ def _section(name: str, section: Section, numbers: Iterator[int]) -> str:
     if section.table is not None:
         parts.append(_table(section.table, section.title))
     parts.append(section.markup)
-    parts += [_figure(figure, section.title, next(numbers)) for figure in section.figures]
+    parts += [_figure(figure, section.title) for figure in section.figures]
     return f'<section id="{name}" aria-labelledby="{name}-title">{"".join(parts)}</section>\n'
 
 
-def _figure(figure: Any, title: str, number: int) -> str:
-    """Return the HTML of a figure: legend, zoom buttons, and the drawing with a description in words.
+def _figure(figure: Any, title: str) -> str:
+    """Return the HTML of a figure: legend, zoom buttons, and data to draw with a description in words.
 
-    The first figure of a page also loads the plotly script.
+    The place of the drawing has its height already, so that nothing moves when it is drawn.
     """
-    config = {"displayModeBar": False, "responsive": True}
-    name = f"figure-{number}"
-    script = PLOTLY if number == 1 else False
-    drawing = figure.to_html(full_html=False, include_plotlyjs=script, config=config, div_id=name)
+    place = f'<div class="drawing" style="height:{figure.layout.height}px"></div>'
+    drawing = f'{place}<script type="application/json">{figure.to_json()}</script>'  # plotly escapes < and >
     words = html.escape(f"{title}. {describe(figure)}")
     return (
         f'<figure aria-label="{html.escape(title)}">{_legend(figure)}{_zoom(figure)}'

@@ -65,11 +65,11 @@ def write_run_page(
     rows, damage = read_rows(folder / METRICS)
     sections = [
         *_damage(damage),
-        Section("Result", table=Table(("", ""), [list(row) for row in after if row[0] != "sample"])),
-        Section("Setting", table=Table(("", ""), [list(row) for row in before])),
+        Section("Result", table=Table(("", ""), [list(row) for row in after if row[0] != "sample"]), beside=True),
+        Section("Settings", table=Table(("", ""), [list(row) for row in before]), beside=True),
+        *_plan(folder, rows),
         *_lengths(data),
         *_learned(data),
-        *_plan(folder, rows),
         *_curves(rows),
         *_by_position(rows),
         *_retrieval(retrieval),
@@ -94,8 +94,8 @@ def run_page(folder: Path) -> str:
     ]
     sections = [
         *_damage(damage),
-        Section("So far", table=Table(("", ""), _so_far(rows, settings))),
-        *([Section("Setting", table=Table(("", ""), known))] if known else []),
+        Section("So far", table=Table(("", ""), _so_far(rows, settings)), beside=True),
+        *([Section("Settings", table=Table(("", ""), known), beside=True)] if known else []),
         *_plan(folder, rows),
         *_curves(rows),
         *_by_position(rows),
@@ -218,7 +218,7 @@ def _lengths(data: DataReport | None) -> Iterator[Section]:
 
 
 def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
-    """Yield a section that compares the plan's prediction of a step with the measured steps, if there is a plan."""
+    """Yield sections about the plan, if there is one: prediction of a step beside measured ones, other strategies."""
     if not (folder / PLAN).is_file():
         return
     plan = yaml.safe_load((folder / PLAN).read_text(encoding="utf-8"))
@@ -226,24 +226,30 @@ def _plan(folder: Path, rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     table = None
     if took and plan.get("step_seconds"):
         predicted, median = plan["step_seconds"], took[len(took) // 2]
-        cells = [f"{predicted:.3f}", f"{median:.3f}", f"{median / predicted - 1:+.1%}"]
-        table = Table(("", "predicted", "median", "difference"), [["seconds per step", *cells]])
+        cells = {
+            "predicted": f"{predicted:.3f}",
+            "median": f"{median:.3f}",
+            "difference": f"{median / predicted - 1:+.1%}",
+        }
+        table = Table(("", "seconds per step"), [[name, value] for name, value in cells.items()])
     strategy = plan.get("strategy") or plan["schedule"].get("strategy", "")  # a plan for training may lack it
     others = folder / STRATEGIES
     listed = others.read_text(encoding="utf-8") if others.is_file() else ""
-    yield Section(
-        "Plan, and the reason for each strategy not chosen", f"{strategy}: {plan['reason']}", table, lines=listed
-    )
+    words = plan["reason"] if plan["reason"].startswith(strategy) else f"{strategy}: {plan['reason']}"
+    yield Section("Plan", words, table, beside=True)
+    if listed:
+        yield Section("Reason for each strategy not chosen", lines=listed)
 
 
 def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[Section]:
     """Yield a section with a chart for each of ``CURVES`` that has values."""
     steps = [row["step"] for row in rows]
     for title, names, unit in CURVES:
-        series = {name.replace("_", " "): [row.get(name) for row in rows] for name in names}
+        series = {name.removesuffix("_gib").replace("_", " "): [row.get(name) for row in rows] for name in names}
         series = {name: values for name, values in series.items() if any(value is not None for value in values)}
         if series:
             chart = lines(steps, series, x_title="step", y_title=unit, log=False)
+            chart.update_traces(connectgaps=True, selector={"name": "validation loss"})  # few steps have one
             yield Section(title, figures=[chart], beside=True)
 
 

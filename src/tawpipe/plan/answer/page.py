@@ -58,8 +58,8 @@ def saved_plan_page(path: Path) -> str:
     asked = ("nodes", "global_batch", "micro_batch", "sequence_length", "step_seconds")
     cells = [[name.replace("_", " "), str(plan[name])] for name in asked if name in plan]
     sections = [
-        Section("Why", plan["reason"], Table(("", ""), cells)),
-        Section("Settings", "As followed by the run.", Table(("", ""), settings)),
+        Section("Why", plan["reason"], Table(("", ""), cells), beside=True),
+        Section("Settings", "As followed by the run.", Table(("", ""), settings), beside=True),
         timeline_section("Predicted step", predicted_bars(timeline), left_out),
     ]
     return page_text("Plan", str(plan.get("strategy") or plan["schedule"].get("strategy", "")), sections)
