@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from html_pages import check_page_text
+from html_pages import check_page_text, served
 from tawpipe.cli import main
 from tawpipe.commands import open as command
 from tawpipe.commands.open import find_pages
 from tawpipe.errors import UserError
 from tawpipe.report.page import PLOTLY
-from tawpipe.report.site import Page, Site
+from tawpipe.report.site import Site
+from tawpipe.train.lock import running_in
 
 pytest.importorskip("plotly")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-25-links"
@@ -39,18 +38,6 @@ def folder(tmp_path) -> Path:
     (run / "metrics.jsonl").write_text(row(1) + row(2))
     (run / "config.yaml").write_text("model: tiny\nsteps: 9\n")
     return run
-
-
-@contextmanager
-def served(pages: list[Page]) -> Iterator[Site]:
-    with Site("run7", pages) as site:
-        thread = threading.Thread(target=site.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield site
-        finally:
-            site.shutdown()
-            thread.join()
 
 
 def get(site: Site, name: str, **headers: str) -> str:
@@ -109,6 +96,27 @@ def test_run_without_valid_metrics_fails_and_other_pages_are_served(folder):
 def test_empty_metrics_file_is_shown_as_a_run_without_steps(folder):
     (folder / "metrics.jsonl").write_text("")
     assert "none yet" in find_pages(folder)[0].make()
+
+
+def test_run_page_says_whether_the_run_goes_on(folder, tmp_path):
+    """Only a held lock is called running; a served page renews itself while the run may write, a written one never."""
+    page, renews = find_pages(folder)[0], '<meta name="renew"'
+    with served([page]) as site, running_in(folder):
+        text = get(site, "run.html")
+        assert "Running: step 2 of 9, last written " in text and renews in text and "connect-src 'self'" in text
+        assert main(["open", str(folder), "--out", str(tmp_path / "site")]) == 0
+        written = (tmp_path / "site" / "run.html").read_text()
+        assert "Running: step 2 of 9" in written and renews not in written
+    with served([page]) as site:
+        text = get(site, "run.html")  # perhaps on a machine whose locks are not seen here
+        assert "Not running on this machine: step 2 of 9, last written " in text and renews in text
+        os.utime(folder / "metrics.jsonl", (0, 0))
+        text = get(site, "run.html")
+        assert "Not running on this machine: step 2 of 9, last written " in text
+        assert renews not in text and "connect-src" not in text
+        (folder / "metrics.jsonl").write_text(row(9))
+        text = get(site, "run.html")
+        assert "All steps done: step 9 of 9, last written " in text and renews not in text
 
 
 def test_lab_results_are_written_as_pages(capsys, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from browser import CHROMIUM, Browser
-from html_pages import check_page_text
+from html_pages import check_page_text, served
 from plan_requests import plan_request, profile
 from schedules import llama
 from tawpipe.commands.open import find_pages
@@ -20,8 +20,10 @@ from tawpipe.plan.search.plan import Plan
 from tawpipe.plan.search.plan_file import replay
 from tawpipe.plan.search.search import search
 from tawpipe.report import predicted_bars
+from tawpipe.report import site as site_module
 from tawpipe.report.page import PLOTLY
 from tawpipe.report.site import write_pages
+from tawpipe.train.lock import running_in
 
 pytest.importorskip("plotly")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
@@ -141,6 +143,36 @@ def test_facts_of_a_run_stand_beside_each_other_in_a_wide_window(browser, pages)
     assert len({top for _, top in browser.run(tops)}) == 1
     browser.resize(PHONE)
     assert len({top for _, top in browser.run(tops)}) == 3
+
+
+@needs_chromium
+def test_served_page_renews_itself_until_the_run_has_ended(browser, tmp_path, monkeypatch):
+    """What a reader has done to it stays: it is not loaded again."""
+    monkeypatch.setattr(site_module, "RENEW_S", 0.1)
+    (tmp_path / "config.yaml").write_text("steps: 5\n")
+    metrics = tmp_path / "metrics.jsonl"
+
+    def step(number: int) -> None:
+        with metrics.open("a") as file:
+            file.write(json.dumps({"step": number, "loss": 3 / number, "tokens_per_second": 9.0}) + "\n")
+
+    step(1)
+    with served(find_pages(tmp_path)) as site:
+        with running_in(tmp_path):
+            browser.open(site.address + "run.html", width=PHONE)
+            browser.run("scrollTo(0, 150)")
+            browser.run(
+                "Plotly.relayout(document.querySelector('.js-plotly-plot'), {'xaxis.range': [0, 4]}).then(() => 0)"
+            )
+            step(2)
+            browser.wait("document.querySelector('.js-plotly-plot').data[0].x.length === 2")
+            browser.wait("document.querySelector('.facts p').textContent.startsWith('Running: step 2 of 5')")
+            assert browser.run("document.querySelector('.js-plotly-plot').layout.xaxis.range") == [0, 4]
+            assert browser.run("scrollY") == 150
+        step(5)
+        browser.wait("document.querySelector('.facts p').textContent.startsWith('All steps done: step 5 of 5')")
+        browser.wait("!document.querySelector('header + p')")  # it does not renew itself any more
+    assert browser.problems == []
 
 
 FONT = "parseFloat(getComputedStyle(one).fontSize)"

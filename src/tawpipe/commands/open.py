@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tawpipe open",
         description=(
             "Shows the pages of a run, a plan, a recorded step or a comparison in a browser. Only this machine "
-            "can open them. Reload a page to see a running run's newest numbers."
+            "can open them. The page of a running run renews itself."
         ),
     )
     parser.add_argument("path", metavar=SETTING, help=EXPECTED)

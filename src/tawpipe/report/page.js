@@ -5,6 +5,7 @@ const NARROW = matchMedia('(max-width: 600px)');
 const TOUCH = matchMedia('(pointer: coarse)');
 const PLACES = ['marker.color', 'line.color', 'marker.line.color'];
 const FIGURE = 'figure script[type="application/json"]';
+const PARTS = 'header, section';
 const given = new WeakMap();
 // plotly's own `responsive` sees windows that change, and not columns that do.
 const sizes = new ResizeObserver(seen => seen.forEach(({target}) => fit(target)));
@@ -77,4 +78,51 @@ document.addEventListener('click', ({target}) => {
 for (const media of [DARK, NARROW]) {
   media.addEventListener('change', () => document.querySelectorAll('.js-plotly-plot').forEach(paint));
 }
+let texts = [...document.querySelectorAll(PARTS)].map(part => part.outerHTML);  // as served, before figures are drawn
 draw(document);
+
+// A served page of a run that goes on fetches itself, and replaces what has changed: nothing scrolls or closes.
+const renew = document.querySelector('meta[name=renew]');
+if (renew) {
+  const note = document.createElement('p');
+  note.className = 'quiet';
+  document.querySelector('header').after(note);
+  later(note, renew.content * 1000);
+}
+
+function later(note, milliseconds) {
+  note.textContent = 'This page renews itself.';
+  setTimeout(() => look(note, milliseconds), milliseconds);
+}
+
+async function look(note, milliseconds) {
+  const begin = performance.now();
+  const answer = document.hidden ? null : await fetch(location.href).catch(() => ({ok: false}));
+  const page = answer?.ok && new DOMParser().parseFromString(await answer.text(), 'text/html');
+  if (page) take(page);
+  if (page && !page.querySelector('meta[name=renew]')) return note.remove();
+  later(note, Math.max(milliseconds, 10 * (performance.now() - begin)));  // pages of long runs take a while to make
+  if (answer && !page) note.textContent = 'This page is not renewed now: `tawpipe open` has ended or cannot make it.';
+}
+
+function take(page) {
+  const old = [...document.querySelectorAll(PARTS)], parts = [...page.querySelectorAll(PARTS)];
+  if (old.length !== parts.length) return location.reload();  // for example, the first validation adds a chart
+  const now = parts.map(part => part.outerHTML);
+  parts.forEach((part, at) => now[at] === texts[at] || replace(old[at], part));
+  texts = now;
+}
+
+function replace(old, part) {
+  const plots = [...old.querySelectorAll('.js-plotly-plot')], boxes = [...part.querySelectorAll(FIGURE)];
+  const wordsOf = at => [...at.querySelectorAll('.legend, p')].map(({textContent}) => textContent).join();
+  if (!plots.length || plots.length !== boxes.length || wordsOf(old) !== wordsOf(part)) {
+    old.replaceWith(part);
+    return draw(part);
+  }
+  plots.forEach((plot, at) => {  // keeps zoom and hidden curves
+    const {data} = JSON.parse(boxes[at].textContent);
+    Plotly.restyle(plot, {x: data.map(trace => trace.x), y: data.map(trace => trace.y)});
+    plot.parentElement.setAttribute('aria-label', boxes[at].parentElement.getAttribute('aria-label'));
+  });
+}

@@ -36,10 +36,14 @@ PLOTLY = "plotly.min.js"
 """Name of the script file next to the pages that draws their figures."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'self' file:; img-src data: blob:"
 """Content-Security-Policy: the browser refuses all requests of a page to a network."""
+OWN_SERVER = "; connect-src 'self'"
+"""Addition to ``POLICY``: a page that renews itself may ask the server that it is from."""
 SCRIPT = f'<script src="{PLOTLY}"></script>'
 """Tag of a page with figures; it loads the plotly script."""
 INDEX = "<!-- index -->"
 """Placeholder for the link to the list of pages, see ``with_index``."""
+RENEW = "<!-- renew -->"
+"""Placeholder for the seconds after which a served page renews itself, see ``renewing``."""
 ZOOM = {"in": "Closer", "out": "Farther", "earlier": "Earlier", "later": "Later", "all": "Whole step"}
 """Buttons of a timeline: value of ``data-zoom`` -> text."""
 
@@ -105,7 +109,7 @@ def plotly_script() -> str:
     return get_plotlyjs()
 
 
-def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: str = "") -> str:
+def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: str = "", changes: bool = False) -> str:
     """Return the HTML of a page.
 
     Args:
@@ -113,6 +117,7 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
         title: heading.
         sections: parts of the page.
         subtitle: line below the heading; empty for none.
+        changes: the page may say more when it is made again. It renews itself if it is served, see ``renewing``.
     """
     section_list = list(sections)
     texts = [_section(f"part-{number}", section) for number, section in enumerate(section_list, 1)]
@@ -132,8 +137,8 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
     code = f"{SCRIPT if drawn else ''}<script>\n{_asset('page.js')}</script>"
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}{OWN_SERVER if changes else ""}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">{RENEW if changes else ""}'
         f'<title>{html.escape(f"{kind}: {title}")}</title><link rel="icon" href="data:,">'
         f"<style>\n{_asset('page.css')}</style></head><body>"
         f'<a class="skip" href="#main">To the content</a>'
@@ -147,6 +152,11 @@ def page_text(kind: str, title: str, sections: Iterable[Section], *, subtitle: s
 def with_index(text: str, address: str) -> str:
     """Return the HTML of a page in which the placeholder ``INDEX`` is replaced by a link to ``address``."""
     return text.replace(INDEX, f'<a href="{html.escape(address)}">All pages</a>', 1)
+
+
+def renewing(text: str, seconds: float) -> str:
+    """Return the HTML of a page that renews itself every ``seconds`` if it may change; else ``text``."""
+    return text.replace(RENEW, f'<meta name="renew" content="{seconds}">', 1)
 
 
 def _asset(name: str) -> str:

@@ -1,6 +1,6 @@
 """Related pages with an index page: served to this machine only, or written as files.
 
-Served pages are made again for every request, so the page of an active run shows its present state.
+Served pages are made again for every request. The page of a run that goes on asks for itself every ``RENEW_S``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from tawpipe.errors import UserError
-from tawpipe.report.page import PLOTLY, Section, page_text, plotly_script, with_index, write_text
+from tawpipe.report.page import PLOTLY, Section, page_text, plotly_script, renewing, with_index, write_text
 
 HOST = "127.0.0.1"
 """Loopback address: other machines cannot connect."""
 OWN_NAMES = (HOST, "localhost")
 """Allowed host names in requests. A web page elsewhere could let another name resolve to this machine."""
 INDEX = "index.html"
+RENEW_S = 5.0
+"""Seconds after which a served page whose run goes on renews itself."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Site(ThreadingHTTPServer):
         if name not in self.pages:
             return HTTPStatus.NOT_FOUND, _message("Page not found", name)
         try:
-            return HTTPStatus.OK, with_index(self.pages[name].make(), INDEX)
+            return HTTPStatus.OK, renewing(with_index(self.pages[name].make(), INDEX), RENEW_S)
         except UserError as error:
             return HTTPStatus.INTERNAL_SERVER_ERROR, _message("This page cannot be made", str(error))
         except Exception as error:

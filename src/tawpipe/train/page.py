@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tawpipe.console import duration
 from tawpipe.data.report import DataReport
 from tawpipe.errors import UserError
 from tawpipe.report.bars import executed_bars, predicted_bars, recordings
@@ -17,6 +19,7 @@ from tawpipe.report.figures import heat_map, lines
 from tawpipe.report.page import Section, Table, page_text, timeline_section, write_page
 from tawpipe.train.judging.retrieval import Retrieval
 from tawpipe.train.judging.sample import FILE as SAMPLES
+from tawpipe.train.lock import is_held
 from tawpipe.train.planned import PLAN, STRATEGIES
 from tawpipe.train.settings.config import TrainConfig
 
@@ -37,7 +40,8 @@ CURVES = (
 METRICS = "metrics.jsonl"
 SAMPLES_SHOWN = 50
 """Number of texts on the page, the latest ones."""
-
+RECENT_S = 300.0
+"""Seconds since its last row in which a run is expected to write more, although no process is seen to hold its lock."""
 
 PAGE_SETTINGS = ("model", "data", "sequence_length", "global_batch", "steps", "learning_rate", "seed")
 """Settings of config.yaml that ``run_page`` shows."""
@@ -82,7 +86,7 @@ def write_run_page(
 def run_page(folder: Path) -> str:
     """Return the HTML page of a run from the files in its output folder; the run may still be training.
 
-    The page lists the damaged lines of metrics.jsonl.
+    The page says whether the run goes on, and lists the damaged lines of metrics.jsonl.
 
     Raises:
         UserError: metrics.jsonl is missing or wholly damaged, or config.yaml is damaged.
@@ -92,9 +96,10 @@ def run_page(folder: Path) -> str:
     known = [
         [name.replace("_", " "), _in_words(settings[name])] for name in PAGE_SETTINGS if settings.get(name) is not None
     ]
+    state, changes = _state(folder, rows[-1]["step"] if rows else None, settings.get("steps"))
     sections = [
         *_damage(damage),
-        Section("So far", table=Table(("", ""), _so_far(rows, settings)), beside=True),
+        Section("So far", state, Table(("", ""), _so_far(rows, settings)), beside=True),
         *([Section("Settings", table=Table(("", ""), known), beside=True)] if known else []),
         *_plan(folder, rows),
         *_curves(rows),
@@ -102,7 +107,28 @@ def run_page(folder: Path) -> str:
         *_samples(folder),
     ]
     title = _title(settings.get("model") or "", folder)
-    return page_text("Run", title, sections, subtitle=f"{folder}, {len(rows)} rows of {METRICS}")
+    subtitle = f"{folder}, {len(rows)} rows of {METRICS}"
+    return page_text("Run", title, sections, subtitle=subtitle, changes=changes)
+
+
+def _state(folder: Path, step: int | None, steps: object) -> tuple[str, bool]:
+    """Return a sentence about the state of a run, and True if the run may still write to its files.
+
+    Args:
+        folder: output folder of the run.
+        step: last step with a row; None before the first.
+        steps: number of steps in the settings; another type if not known.
+    """
+    written, now = (folder / METRICS).stat().st_mtime, time.time()
+    total = steps if isinstance(steps, int) else None
+    progress = "no step yet" if step is None else f"step {step:,}" + (f" of {total:,}" if total else "")
+    at, as_of = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment)) for moment in (written, now))
+    if is_held(folder):
+        ago = duration(max(0.0, now - written))
+        return f"Running: {progress}, last written {ago} ago (as of {as_of}).", True
+    if step is not None and total is not None and step >= total:
+        return f"All steps done: {progress}, last written {at}.", False
+    return f"Not running on this machine: {progress}, last written {at}.", now - written < RECENT_S
 
 
 def _title(model: str, folder: Path) -> str:
