@@ -153,9 +153,11 @@ def test_every_rank_reports_the_awaited_rank_and_continues(pool: Any, late: int,
     compute, begins = way == "computes", way == "is late to its first step"
     assert len({value for _, value in found}) == 1
     for rank, (said, _) in enumerate(found):
-        (verdict, *_) = [line for line in said.splitlines() if NAMES in line]
+        lines = said.splitlines()
+        end, verdict = next((number, line) for number, line in enumerate(lines) if NAMES in line)
         assert "no rank has failed; " in verdict and f"{NAMES}rank {late}, which waits for no other rank" in verdict
         assert (f"{BEGINNING} took longer than" in verdict) == begins
-        own = next(line for line in said.splitlines() if f"rank {rank} (node " in line and "all ranks: " not in line)
+        # A slow step may have been reported before; the last line before the verdict belongs to it.
+        own = [line for line in lines[:end] if f"rank {rank} (node " in line and "all ranks: " not in line][-1]
         assert ("waits for no other rank" in own) == (rank == late)
         assert ("processes.py" in own) == (rank == late and not compute)  # where its script is
