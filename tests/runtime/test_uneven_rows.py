@@ -15,7 +15,7 @@ from tawpipe.runtime.transport.transport import UNUSED_TAG
 from tawpipe.schedule.actions import Action, Lane, Op, Transfer, exchange
 from tawpipe.schedule.buffers import pooled
 from tawpipe.topology import Topology
-from uneven_rows import CASES, REFUSED, Case, outcomes
+from uneven_rows import CASES, REFUSED, TOPOLOGIES, Case, outcomes
 
 FEW: list[Case] = [
     ("flat", "all", "2x2"),
@@ -59,7 +59,11 @@ def test_steps_with_fewer_rows_than_ranks_match_one_process(pool: WorkerPool, tm
 
 @pytest.mark.slow
 def test_all_settings_with_few_rows_match_one_process_or_are_refused(pool: WorkerPool, tmp_path: Path) -> None:
-    found = dict(outcomes(pool, CASES, tmp_path))
+    """Every strategy with every setting, in turn on the three topologies."""
+    pairs = sorted({case[:2] for case in CASES})
+    chosen = [case for case in CASES if pairs.index(case[:2]) % len(TOPOLOGIES) == [*TOPOLOGIES].index(case[2])]
+    assert len(chosen) == len(pairs)
+    found = dict(outcomes(pool, chosen, tmp_path))
     wrong = {case: said for case, said in found.items() if REFUSED.get(case[:2], "") not in said}
     assert not wrong
-    assert {case for case, said in found.items() if said} == {case for case in CASES if case[:2] in REFUSED}
+    assert {case for case, said in found.items() if said} == {case for case in chosen if case[:2] in REFUSED}
