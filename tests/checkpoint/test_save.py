@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,11 +54,22 @@ def test_full_disk_is_reported_and_earlier_checkpoint_is_kept(pipeline, tmp_path
     pipeline.save(tmp_path / "step-00000002")  # and the next one is written
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_save_into_an_unwritable_folder_names_the_error(pipeline, tmp_path):
-    tmp_path.chmod(0o500)
+@pytest.fixture
+def unwritable() -> Iterator[Path]:
+    """A folder that this process may not write. Root may write everywhere, and is another user meanwhile."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as folder:  # the parents of tmp_path are closed to other users
+        Path(folder).chmod(0o555)
+        if user == 0:
+            os.seteuid(65534)
+        yield Path(folder)
+        os.seteuid(user)
+
+
+def test_save_into_an_unwritable_folder_names_the_error(pipeline, unwritable):
     with pytest.raises(RunError, match="Permission denied"):
-        pipeline.save(tmp_path / "one")
+        pipeline.save(unwritable / "one")
+    assert not list(unwritable.iterdir())
 
 
 def test_save_below_a_file_names_the_file(pipeline, tmp_path):
