@@ -9,6 +9,7 @@ READY := .venv/.ready
 TESTED := .venv/.tested
 DEMO := .venv/.demo
 COMPILED := .venv/.compiled
+JUDGES := .venv/judges/.ready
 # What every process of a run imports.
 IMPORTED := import tawpipe.train.run, tawpipe.plan.search.search, transformers.models.llama.modeling_llama
 # Many tests are several processes that wait for each other: three at a time keep two cores busy.
@@ -41,10 +42,10 @@ test: $(COMPILED)  ## run the tests
 test-of: $(COMPILED)  ## run the tests of one source file: make test-of FILE=src/tawpipe/topology.py
 	@$(BIN)/python tests/support/tests_of.py $(FILE) $(ARGS)
 
-test-slow: $(COMPILED)  ## run the tests that are slow, the whole grid among them
+test-slow: $(COMPILED) $(JUDGES)  ## run the tests that are slow, the whole grid among them
 	@$(PYTEST) -m slow $(ARGS)
 
-test-all: $(COMPILED)  ## run both in one
+test-all: $(COMPILED) $(JUDGES)  ## run both in one
 	@$(PYTEST) -m '' $(ARGS)
 
 hunt: $(TESTED)  ## draw settings, data and plans at random, look for what is wrong: make hunt ARGS="--minutes 30 --seed 7"
@@ -124,3 +125,12 @@ $(TESTED): $(READY)
 $(COMPILED): $(TESTED)
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib src tests/support benchmarks || true
 	@touch $(COMPILED)
+
+# Tests import these by the fixture `judges`. The last command fetches data sets of 5 MB, and converts a model.
+$(JUDGES): $(TESTED) requirements-judges.txt
+	@echo "adding to .venv/judges programs that judge in slow tests (once)"
+	@rm -rf .venv/judges
+	@$(INSTALL) --no-deps --target .venv/judges -r requirements-judges.txt
+	@$(BIN)/python -m compileall -qq -j 0 .venv/judges || true
+	@TQDM_DISABLE=1 PYTHONPATH=.venv/judges $(BIN)/python benchmarks/real_things.py
+	@touch $(JUDGES)

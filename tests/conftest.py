@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def pytest_collection_finish() -> None:
     """What is imported and collected stays: looking through it would be most of what a plan's ``gc.collect`` takes."""
     gc.collect()
     leave_imports_alone()
+
+
+@pytest.fixture(scope="module")
+def judges() -> Iterator[None]:
+    """Packages of requirements-judges.txt can be imported, here and in processes started from here."""
+    folder = str(Path(sys.prefix, "judges"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, folder])
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), folder))))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,6 @@ from tawpipe_lab.worker import make
 from tawpipe_lab.workload import TimedWorkload
 from timed import LAYERS, STEPS, WORKLOAD
 
-needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-
 WORLD, NODE = 4, 2
 PADDED = 1004
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -123,12 +121,21 @@ def step_without_optimizer(world: World) -> float:
 
 
 @pytest.fixture(scope="module")
-def alternated(pool: WorkerPool) -> list[dict[str, dict[str, Any]]]:
+def deepspeed_pool(pool: WorkerPool, judges: None) -> WorkerPool:
+    """Workers that are started anew, with DeepSpeed on their path."""
+    if find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    pool.close()
+    return pool
+
+
+@pytest.fixture(scope="module")
+def alternated(deepspeed_pool: WorkerPool) -> list[dict[str, dict[str, Any]]]:
     # DeepSpeed keeps the process groups of its first start, so the workers cannot be used again.
-    return pool.run_once(f"{__name__}:alternate", WORLD // NODE, NODE)
+    return deepspeed_pool.run_once(f"{__name__}:alternate", WORLD // NODE, NODE)
 
 
-@needs_deepspeed
+@pytest.mark.slow
 @pytest.mark.parametrize("title", CONTENDERS)
 def test_deepspeed_trains_as_fsdp2_does(alternated: list[dict[str, dict[str, Any]]], title: str) -> None:
     share = TimedWorkload(**WORKLOAD).compute_s / WORLD
@@ -140,7 +147,7 @@ def test_deepspeed_trains_as_fsdp2_does(alternated: list[dict[str, dict[str, Any
         assert found["difference"] < 1e-7 < 2e-4 < found["learnt"]
 
 
-@needs_deepspeed
+@pytest.mark.slow
 def test_deepspeed_gathers_as_often_as_the_bounds_count(alternated: list[dict[str, dict[str, Any]]]) -> None:
     """Layers over all ranks and inside the node; two rounds where a gather serves one micro-batch."""
     expected = {
@@ -155,7 +162,7 @@ def test_deepspeed_gathers_as_often_as_the_bounds_count(alternated: list[dict[st
         assert {title: rank[title]["gathered"] for title in CONTENDERS} == expected
 
 
-@needs_deepspeed
+@pytest.mark.slow
 def test_deepspeed_gathers_run_while_a_layer_computes(alternated: list[dict[str, dict[str, Any]]]) -> None:
     for rank in alternated:
         ahead = {title: rank[title]["ahead"] for title in CONTENDERS}
@@ -163,9 +170,9 @@ def test_deepspeed_gathers_run_while_a_layer_computes(alternated: list[dict[str,
         assert ahead["zero3, far ahead"] == 2
 
 
-@needs_deepspeed
-def test_deepspeed_weights_are_unchanged_without_an_optimizer(pool: WorkerPool) -> None:
-    assert max(pool.run_once(f"{__name__}:step_without_optimizer", 1, 2)) < 1e-8
+@pytest.mark.slow
+def test_deepspeed_weights_are_unchanged_without_an_optimizer(deepspeed_pool: WorkerPool) -> None:
+    assert max(deepspeed_pool.run_once(f"{__name__}:step_without_optimizer", 1, 2)) < 1e-8
 
 
 @pytest.mark.parametrize(

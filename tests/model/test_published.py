@@ -135,6 +135,8 @@ def test_bitsandbytes_4_bits_equal_what_it_read_itself(tmp_path: Path, number: i
     )
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("judges")
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("form", ["nf4", "fp4"])
 @pytest.mark.parametrize("shape", [(64, 256), (70, 130), (300, 222)])
@@ -152,6 +154,8 @@ def test_bitsandbytes_4_bits_equal_its_dequantize(
     assert stored is not None and torch.equal(stored.codes.flatten()[: codes.numel()], codes.flatten())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("judges")
 @pytest.mark.parametrize("nested", [False, True])
 def test_written_nf4_is_read_equally_by_bitsandbytes(nested: bool) -> None:
     functional: Any = pytest.importorskip("bitsandbytes").functional
@@ -161,13 +165,24 @@ def test_written_nf4_is_read_equally_by_bitsandbytes(nested: bool) -> None:
     assert equal(functional.dequantize_4bit(parts[NAME], state), dense)
 
 
-def test_bitsandbytes_int8_equals_its_dequantize(tmp_path: Path) -> None:
+def bitsandbytes_int8(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Random codes and scales, and what is read from a file of them."""
     stem = NAME.removesuffix("weight")
     codes, scales = torch.randint(-127, 128, (40, 24), dtype=torch.int8), torch.rand(40)
     parts = {NAME: codes, f"{stem}SCB": scales, f"{stem}weight_format": torch.zeros((), dtype=torch.uint8)}
-    value = read(tmp_path, parts, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+    return codes, scales, read(folder, parts, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+
+
+def test_bitsandbytes_int8_equals_its_formula(tmp_path: Path) -> None:
+    codes, scales, value = bitsandbytes_int8(tmp_path)
     assert equal(value, (codes * scales.view(-1, 1) * 7.874015718698502e-3).bfloat16())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("judges")
+def test_bitsandbytes_int8_equals_its_dequantize(tmp_path: Path) -> None:
     judge: Any = pytest.importorskip("bitsandbytes").functional
+    codes, scales, value = bitsandbytes_int8(tmp_path)
     assert equal(value, judge.int8_vectorwise_dequant(codes, scales).bfloat16())
 
 

@@ -102,6 +102,8 @@ def test_nf4_equals_a_file_of_bitsandbytes(number):
     assert torch.equal(there_and_back("nf4", values, torch.bfloat16), dense)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("judges")
 def test_nf4_equals_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     torch.manual_seed(0)

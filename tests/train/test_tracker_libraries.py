@@ -11,6 +11,7 @@ import pytest
 from tawpipe.train.saying.tracking import Tracking
 from tawpipe.train.settings.trackers import TrackedRun
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("judges")]
 SETTINGS = {"seed": 0, "optimizer.name": "adamw", "schedule.homes": "", "sample.prompt": ["def "], "log.project": None}
 QUIET = {
     "WANDB_MODE": "offline",
