@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from cuda_kernels import FlashKernels, as_on_cuda
 from plan_requests import FEW, looking_at
 from pool import WorkerPool
+from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  # hooks
 from states import save_history, stepped
 from tawpipe import Pipeline
 from tawpipe.garbage import leave_imports_alone
