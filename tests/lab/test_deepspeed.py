@@ -17,7 +17,9 @@ from tawpipe.runtime.world import World
 from tawpipe.simulate import LinkModel
 from tawpipe.topology import Topology
 from tawpipe_lab.bounds import shipped_bounds
+from tawpipe_lab.rivals.deepspeed import load
 from tawpipe_lab.rivals.timed_modules import INITIAL_WEIGHT
+from tawpipe_lab.sleeper import MOST_OVERSLEPT_S
 from tawpipe_lab.worker import make
 from tawpipe_lab.workload import TimedWorkload
 from timed import LAYERS, STEPS, WORKLOAD
@@ -63,8 +65,14 @@ class _Work:
         self._gathers.under_way -= 1
 
 
+def compile_nothing() -> None:
+    """DeepSpeed would compile an all-reduce in shared memory, in a minute and with a lock that a killed test leaves."""
+    load("zero3").ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def alternate(world: World) -> dict[str, dict[str, Any]]:
     """Single steps of all contenders in turn, FSDP2 among them; what each one did."""
+    compile_nothing()
     workload = TimedWorkload(**WORKLOAD)
     fsdp2: Any = make("fsdp2", workload, world.topology, world.rank)
     gathers = _Gathers()
@@ -79,16 +87,16 @@ def alternate(world: World) -> dict[str, dict[str, Any]]:
             before = contender.sleeper.asked_s
             contender.busy()
             gathers.elements.clear()
-            compute = contender.sleeper.compute
+            computing = contender.sleeper.computing
             ahead: list[int] = []
 
-            def watched(seconds: float, compute: Any = compute, ahead: list[int] = ahead) -> None:
+            def watched(seconds: float, computing: Any = computing, ahead: list[int] = ahead) -> Any:
                 ahead.append(gathers.under_way)
-                compute(seconds)
+                return computing(seconds)
 
-            contender.sleeper.compute = watched
+            contender.sleeper.computing = watched
             contender.step()
-            contender.sleeper.compute = compute
+            contender.sleeper.computing = computing
             assert gathers.under_way == 0
             found[title]["asked_s"].append(contender.sleeper.asked_s - before)
             found[title]["busy_s"].append(contender.busy()["COMPUTE"])
@@ -109,6 +117,7 @@ def alternate(world: World) -> dict[str, dict[str, Any]]:
 
 
 def step_without_optimizer(world: World) -> float:
+    compile_nothing()
     workload = TimedWorkload(**WORKLOAD, optimizer=False)
     contender: Any = make("zero3", workload, world.topology, world.rank)
     contender.step()
@@ -142,7 +151,8 @@ def test_deepspeed_trains_as_fsdp2_does(alternated: list[dict[str, dict[str, Any
     for rank in alternated:
         found = rank[title]
         assert found["asked_s"] == pytest.approx([share] * STEPS)
-        assert all(busy >= asked for busy, asked in zip(found["busy_s"], found["asked_s"], strict=True))
+        least = [asked - MOST_OVERSLEPT_S for asked in found["asked_s"]]  # a late end of the step before is taken off
+        assert all(busy >= seconds for busy, seconds in zip(found["busy_s"], least, strict=True))
         assert found["norm"] == pytest.approx(1.0, rel=1e-5)
         assert found["difference"] < 1e-7 < 2e-4 < found["learnt"]
 
