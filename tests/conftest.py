@@ -35,6 +35,7 @@ settings.load_profile("shared")
 
 
 LONGEST = (
+    "benchmarks/test_real_model.py",
     "pipeline/test_exactness.py",
     "launch/test_elastic.py",
     "train/test_train.py",

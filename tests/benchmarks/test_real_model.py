@@ -25,6 +25,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
+@pytest.mark.slow
 def test_adapter_of_a_real_model_trains_and_merges_as_with_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(real_model, "BATCH", 1)
     monkeypatch.setattr(real_model, "ANSWER", 0)
