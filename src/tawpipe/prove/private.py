@@ -15,7 +15,8 @@ REMOVED = "…"
 """Text in the place of what was removed."""
 PATHS = r"(?<![\w/.])(?:~|\.{1,2})?(?:/[^\s/'\",;:()\[\]{}<>]+)+/?"
 ADDRESSES = (
-    r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|(?:[0-9a-fA-F]{1,4}:){3,7}:?[0-9a-fA-F]{1,4}|[0-9a-fA-F:]*::[0-9a-fA-F:]+"
+    r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"
+    r"|(?<![\w:])(?:(?:[0-9a-fA-F]{1,4}:){3,7}:?[0-9a-fA-F]{1,4}|[0-9a-fA-F:]*::[0-9a-fA-F:]+)(?!\w)"  # not aten::add
 )
 VARIABLES = "USER", "LOGNAME", "HOSTNAME", "MASTER_ADDR", "SLURMD_NODENAME"
 """Environment variables with names of users and hosts."""
@@ -42,8 +43,8 @@ def option_names(words: Sequence[str]) -> str:
 def scrub(value: Any, names: Iterable[str]) -> Any:
     """Return plain data without paths, addresses and ``names`` in its texts and keys.
 
-    >>> scrub({"note": ["at /home/me/x of me", "1.5 GB/s", "10.0.0.1:80"]}, ["me"])
-    {'note': ['at … of …', '1.5 GB/s', '…']}
+    >>> scrub({"note": ["at /home/me/x of me", "1.5 GB/s", "10.0.0.1:80 fe80::a", "aten::add"]}, ["me"])
+    {'note': ['at … of …', '1.5 GB/s', '… …', 'aten::add']}
     """
     hidden = "|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in sorted(names, key=len, reverse=True))
     pattern = re.compile("|".join(filter(None, (PATHS, ADDRESSES, hidden))))
