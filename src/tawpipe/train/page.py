@@ -27,12 +27,8 @@ CURVES = (
     ("Loss", ("loss", "validation_loss"), "loss per token"),
     ("Gradient norm", ("grad_norm",), "norm"),
     ("Speed", ("tokens_per_second",), "tokens per second"),
-    (
-        "Imbalance",
-        ("imbalance", "compute_imbalance"),
-        "busiest process over the mean, predicted and measured",
-    ),
-    ("Busiest expert", ("busiest_expert",), "tokens of the busiest expert over an even share"),
+    ("Imbalance", ("imbalance", "compute_imbalance"), "busiest process / mean"),
+    ("Busiest expert", ("busiest_expert",), "its tokens / an even share"),
     ("Memory", ("peak_memory_gib", "predicted_memory_gib"), "peak memory in GiB, rank 0"),
 )
 """Title, names in metrics.jsonl and unit of each chart."""
