@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,13 @@ class StrictLoader(yaml.SafeLoader):
                     raise yaml.MarkedYAMLError(problem=words, problem_mark=key.start_mark)
                 lines[key.tag, key.value] = line
         return node
+
+
+class NumberLoader(StrictLoader):
+    """Strict loader that reads 1e14 and 1.25e14 as numbers; the base class takes them as texts."""
+
+
+NumberLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"\d+(\.\d*)?[eE][-+]?\d+$"), [*"0123456789"])
 
 
 def read_mapping(file: str) -> dict[Any, Any]:

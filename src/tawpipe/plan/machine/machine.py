@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 import yaml
 
 from tawpipe.errors import UserError
-from tawpipe.options.files import StrictLoader
+from tawpipe.options.files import NumberLoader
 from tawpipe.plan.machine.devices import (
     Device,
     check_mapping,
@@ -165,13 +164,6 @@ def save_machine(machine: Machine, path: Path, *, notes: str = "") -> None:
     )
 
 
-class _Loader(StrictLoader):
-    """Reads 1e14 and 1.25e14 as numbers; the base class takes them as texts."""
-
-
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"\d+(\.\d*)?[eE][-+]?\d+$"), [*"0123456789"])
-
-
 def load_machine(path: Path) -> Machine:
     """Read a topology file.
 
@@ -180,7 +172,7 @@ def load_machine(path: Path) -> Machine:
     """
     expected = "a file that `tawpipe doctor --out FILE` writes, or nodes, devices of each and rate as in 3x8@10gbit"
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=NumberLoader)
     except OSError as error:
         raise UserError(SETTING, str(path), f"{expected} ({error.strerror})") from error
     except UnicodeDecodeError as error:
