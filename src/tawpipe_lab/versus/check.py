@@ -100,6 +100,7 @@ class Rivals:
 
     def _measure(self, group: Sequence[Row], task: Task) -> None:
         """Build the rows of a group, train steps of each in turn, and free them."""
+        give_back(task.world.device)  # of the group before, which nothing refers to any more
         sides = list[tuple[Row, Side]]()
         for row in group:
             self.now = f"{row['model']} model, {row['name']}"
@@ -121,8 +122,6 @@ class Rivals:
                 Console(self.world.rank).line(f"rivals: {row['model']} model, {row['name']}: {timed_so_far}")
             if pipeline := getattr(side, "pipeline", None):
                 pipeline.close()
-        sides.clear()
-        give_back(task.world.device)
 
     def _expected(self, row: Row) -> float:
         """Return the expected seconds of a step: predicted (or the longest), times measured by predicted."""
