@@ -69,6 +69,7 @@ def test_delayed_link_stays_below_its_rate_and_above_its_latency(cluster: Cluste
     assert links.named == 10 * MB and links.named_latency_s == 0.02
 
 
+@pytest.mark.slow
 def test_link_messages_are_measured_no_larger_than_the_time_limit_allows(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -357,7 +357,7 @@ def steps_of(folder: Path, quantize: str, state: Path | None = None, **knobs: An
     return losses
 
 
-@pytest.mark.parametrize("which", ["gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("which", [pytest.param("gpt_oss", marks=pytest.mark.slow), "qwen3_moe"])
 def test_training_on_published_codes_equals_training_on_widened_values(tmp_path: Path, which: str) -> None:
     folder, _ = folder_of(tmp_path, which)
     expected = steps_of(folder, "none")

@@ -33,6 +33,7 @@ ROWS = ((24,), (11, 13), (1, 17, 6), (6, 7, 11), (23, 1))
 """Documents of the rows: the last of four ranks have one row, the first two."""
 
 
+@pytest.mark.slow
 def test_hybrid_models_match_the_plain_model_on_four_processes(pool):
     for differences in pool.run("test_hybrids:compared", 2, 2, cases=QUICK):
         assert differences == [[]] * len(QUICK)

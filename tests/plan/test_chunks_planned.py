@@ -355,6 +355,7 @@ def test_why_whole_names_the_reason_against_cutting_rows(device, monkeypatch):
     assert "calls no attention" in Bench(small(), torch.device(device), torch.bfloat16, 256).why_whole()
 
 
+@pytest.mark.slow
 def test_plan_of_an_uncuttable_model_keeps_rows_whole_and_gives_the_reason(tmp_path, monkeypatch):
     LlamaConfig(**SMALL).save_pretrained(tmp_path)
     given: dict[str, Any] = {"sequence_length": 1 << 18, "global_batch": 4, "memory_bytes": 60 << 20}

@@ -165,6 +165,7 @@ def test_saved_plan_of_a_hybrid_deals_by_its_recorded_work(strategy: str, settin
     assert predict(again, after).step_seconds == predict(request, before).step_seconds
 
 
+@pytest.mark.slow
 def test_searched_stages_are_dealt_their_own_slices() -> None:
     """A search finds other stages for what layers keep; slices are those that these are dealt."""
     request = request_of(lengths_of(1, longest=700))

@@ -85,7 +85,9 @@ def test_every_page_is_valid_and_describes_its_figures(pages):
 
 @needs_chromium
 @pytest.mark.parametrize("widths", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name == "run.html" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_pages_fit_phones_and_desktops_without_errors(browser, pages, name, widths):
     """After loading, and when the window gets another width."""
     for index, (first, *others) in enumerate(widths):

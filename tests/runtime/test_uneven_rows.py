@@ -53,6 +53,7 @@ def test_messages_of_different_counters_never_share_a_tag(monkeypatch: pytest.Mo
     assert all(0 < tag < 1 << 31 and tag != UNUSED_TAG for numbers in used for tag in numbers)
 
 
+@pytest.mark.slow
 def test_steps_with_fewer_rows_than_ranks_match_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     assert [found for found in outcomes(pool, FEW, tmp_path) if found[1]] == []
 

@@ -181,6 +181,7 @@ def status(client: OpenAI) -> int:
     return 200
 
 
+@pytest.mark.slow
 def test_service_answers_as_transformers_and_drains_on_sigterm(folder: Path) -> None:
     with serving(["--model", str(folder), "--dtype", "float64", "--chunk", "5"], really=True) as running:
         client = running.client()

@@ -223,6 +223,7 @@ def test_stream_length_has_a_limit_and_first_documents_set_a_dry_run(home):
 # runs
 
 
+@pytest.mark.slow
 def test_run_reports_and_saves_its_length_and_a_resumed_run_keeps_it(home, capsys):
     given = ("--model", "wide", "--data", "chats.jsonl")
     longest = longest_chat(home)

@@ -54,6 +54,7 @@ def as_before(home: Path, output: str, **changed: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_run_keeps_its_date_and_chats_of_an_older_version_are_refused(home, monkeypatch, capsys):
     on(monkeypatch, "2024-02-29")
     assert main(words(home, "chats", "--steps", "2")) == 0
@@ -75,6 +76,7 @@ def test_run_keeps_its_date_and_chats_of_an_older_version_are_refused(home, monk
     assert {path: path.stat().st_mtime_ns for path in (home / "chats").rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_run_on_texts_of_an_older_version_resumes(home, monkeypatch, capsys):
     on(monkeypatch, "2024-02-29")
     assert main(words(home, "text", "--steps", "2")) == 0

@@ -132,6 +132,7 @@ def tampered(base: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_adapter_run_resumed_from_references_ends_with_equal_files(runs: Path, tmp_path: Path) -> None:
     assert resumed(runs, tmp_path / "half") == 0
     for folder in ("checkpoints/step-00000004", "model"):
@@ -163,6 +164,7 @@ def test_adapter_export_does_not_read_the_base(runs: Path, tmp_path: Path) -> No
     assert written.keys() == {"adapter_model.safetensors"} and files_of(tmp_path / "again") == written
 
 
+@pytest.mark.slow
 def test_moved_base_is_found_and_a_changed_or_missing_base_is_refused(runs: Path, tmp_path: Path, capsys) -> None:
     base, run = runs / "base" / "model", tmp_path / "run"
     moved, other = shutil.copytree(base, tmp_path / "moved"), tampered(base, tmp_path / "other")

@@ -78,6 +78,7 @@ def stops(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("template", [TURNS, None])
+@pytest.mark.slow
 def test_token_that_ends_learned_turns_is_exported_as_a_stop(base: Path, template: str | None, capsys) -> None:
     ends = tokenizer("<|turn_end|>", "<|ask|>", "<|im_start|>", "<|im_end|>").convert_tokens_to_ids(
         "<|turn_end|>" if template else "<|im_end|>"
@@ -178,6 +179,7 @@ def test_dry_run_finds_differing_tied_tensors(base: Path, capsys) -> None:
     assert code == 2 and "tie_word_embeddings: false" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_recompute_setting_is_chosen_by_memory_and_kept_in_checkpoints(base: Path, monkeypatch, capsys) -> None:
     steps = ("--checkpoint.every", "1", "--checkpoint.keep", "0")
     _, out = trained(base, *steps)
@@ -219,6 +221,7 @@ def test_default_sample_prompt_is_the_start_of_a_held_out_document(base: Path, c
     assert code == 0 and prompt.startswith("Number ") and any(row["text"].startswith(prompt) for row in rows)
 
 
+@pytest.mark.slow
 def test_run_shows_the_balance_and_its_export_keeps_the_config(tmp_path: Path, capsys: Any) -> None:
     shape = SHAPE | {"num_local_experts": 4, "num_key_value_heads": 2, "pad_token_id": None}
     config = MixtralConfig(**shape, router_aux_loss_coef=0.02, output_router_logits=True)
