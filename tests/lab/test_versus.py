@@ -211,6 +211,7 @@ def test_no_name_of_the_machine_or_its_user_reaches_the_file(tmp_path, monkeypat
     monkeypatch.setenv("MASTER_ADDR", f"address-{MARKER}")
     monkeypatch.setenv("NCCL_DEBUG_FILE", f"/var/{MARKER}")
     monkeypatch.setenv("NCCL_COMM_ID", "10.20.30.40:99")
+    monkeypatch.setenv("NCCL_HOSTID", f"rack-7-{MARKER}")
     monkeypatch.setattr(sys, "argv", ["tawpipe", "prove", "--only", "it", f"--out=/x/{MARKER}"])
     (folder := tmp_path / MARKER).mkdir()
     shown = Check("it", "it is", numbers, alone=False, keeps=True, page=lambda *given: json.dumps(given))

@@ -149,7 +149,7 @@ def test_facts_of_a_run_stand_beside_each_other_in_a_wide_window(browser, pages)
 
 @needs_chromium
 def test_served_page_renews_itself_until_the_run_has_ended(browser, tmp_path, monkeypatch):
-    """What a reader has done to it stays: it is not loaded again."""
+    """Zoom and scroll position stay, as the page is not loaded again."""
     monkeypatch.setattr(site_module, "RENEW_S", 0.1)
     (tmp_path / "config.yaml").write_text("steps: 5\n")
     metrics = tmp_path / "metrics.jsonl"

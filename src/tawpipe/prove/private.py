@@ -18,7 +18,7 @@ ADDRESSES = (
     r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"
     r"|(?<![\w:])(?:(?:[0-9a-fA-F]{1,4}:){3,7}:?[0-9a-fA-F]{1,4}|[0-9a-fA-F:]*::[0-9a-fA-F:]+)(?!\w)"  # not aten::add
 )
-VARIABLES = "USER", "LOGNAME", "HOSTNAME", "MASTER_ADDR", "SLURMD_NODENAME"
+VARIABLES = "USER", "LOGNAME", "HOSTNAME", "MASTER_ADDR", "SLURMD_NODENAME", "NCCL_HOSTID", "NCCL_COMM_ID"
 """Environment variables with names of users and hosts."""
 
 
